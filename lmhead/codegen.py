@@ -1,0 +1,227 @@
+"""Compile a kernel for an architecture without a GPU, and read what the machine code says.
+
+Triton brings its own assembler and disassembler, so a real cubin for sm_90 or sm_100 can be made
+and inspected on any x86-64 Linux machine.  `compile_kernel` does the first, `Report` holds the
+second: registers, spills, stack, shared and tensor memory, and the instructions whose count decides
+whether a kernel is any good.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lmhead.kernels import gemm, reassemble
+from lmhead.kernels.config import ARCHS, Arch, GemmConfig, ReassembleConfig
+
+# Triton's names of the dtypes that cross a kernel's pointers, by torch's.
+POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int16": "*i16",
+    "int32": "*i32",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compiled kernel uses.  Bytes are per program, registers per thread."""
+
+    arch: str
+    registers: int
+    stack_bytes: int
+    spills: int  # LDL + STL instructions
+    shared_bytes: int
+    tensor_memory_columns: int
+    instructions: int
+    counts: Mapping[str, int]  # of SASS opcodes with their modifiers, e.g. "LDG.E.128"
+    ttir: str
+
+    def count(self, *parts: str) -> int:
+        """How many instructions' opcodes hold all of `parts`, e.g. count("STG", "128")."""
+        return sum(n for opcode, n in self.counts.items() if all(part in opcode for part in parts))
+
+    def problems(self, arch: Arch) -> list[str]:
+        """Why this kernel must not be used, in words; empty when it may."""
+        found = []
+        if self.spills or self.stack_bytes:
+            found.append(f"{self.spills} spills, {self.stack_bytes} bytes of stack")
+        if self.shared_bytes > arch.shared_bytes:
+            found.append(
+                f"{self.shared_bytes} bytes of shared memory, the limit is {arch.shared_bytes}"
+            )
+        if self.tensor_memory_columns > arch.tensor_memory_columns:
+            found.append(
+                f"{self.tensor_memory_columns} columns of tensor memory, the limit is "
+                f"{arch.tensor_memory_columns}"
+            )
+        if not self.count("ST"):
+            found.append(f"an empty body ({self.instructions} instructions, no store)")
+        return found
+
+
+def compile_kernel(
+    kernel: Any,
+    arch: str,
+    arguments: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    aligned: tuple[str, ...] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Report:
+    """Compile a `triton.jit` function for `arch` ("sm_90", "sm_100") and disassemble it.
+
+    `arguments` maps run-time arguments to Triton types ("*bf16", "i32", "fp32"), `constants` the
+    rest to their values; `aligned` names the arguments that a launch would find divisible by 16.
+    Raises RuntimeError where the kernels were imported under Triton's interpreter, which leaves
+    nothing to compile.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        raise RuntimeError(
+            "kernels imported with TRITON_INTERPRET=1 cannot be compiled; unset it first"
+        )
+    target = GPUTarget("cuda", ARCHS[arch].capability, 32)
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    attrs = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name in aligned
+        if name in arguments
+    }
+    source = ASTSource(kernel, signature, dict(constants), attrs)
+    built = triton.compile(
+        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages}
+    )
+    usage, counts = _disassemble(built.asm["cubin"])
+    return Report(
+        arch=arch,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"],
+        spills=sum(n for opcode, n in counts.items() if opcode.startswith(("LDL", "STL"))),
+        shared_bytes=built.metadata.shared,
+        tensor_memory_columns=getattr(built.metadata, "tmem_size", 0) or 0,
+        instructions=sum(counts.values()),
+        counts=counts,
+        ttir=str(built.asm["ttir"]),
+    )
+
+
+def _disassemble(cubin: bytes) -> tuple[dict[str, int], Counter[str]]:
+    """(resource usage, opcode counts) of a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+        sass = subprocess.run(
+            [tool, "-sass", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    fields = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
+    # A line of code reads "/*0a40*/  @!P0 LDG.E.128 R4, desc[...][...] ;"
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
+    return fields, Counter(opcodes)
+
+
+def compile_gemm(
+    arch: str,
+    config: GemmConfig,
+    *,
+    operands: str = "bfloat16",
+    out: str = "bfloat16",
+    bias: str | None = None,
+    scaled: bool = False,
+    softcapped: bool = False,
+    aligned: bool = True,
+) -> Report:
+    """The GEMM as `gemm.launch_gemm` would launch it for contiguous operands; dtypes by torch's
+    names.
+
+    `aligned`: H and S are multiples of 16, so that rows start on 16-byte borders.
+    """
+    arguments = {
+        "hidden_ptr": POINTERS[operands],
+        "hidden_stride_t": "i32",
+        "weight_ptr": POINTERS[operands],
+        "weight_stride_s": "i32",
+        "bias_ptr": POINTERS[bias or operands],
+        "partial_ptr": POINTERS[out],
+        "partial_stride_t": "i32",
+        "T": "i32",
+        "S": "i32",
+        "H": "i32",
+        "scale": "fp32",
+        "softcap": "fp32",
+    }
+    constants = {
+        "hidden_stride_h": 1,
+        "weight_stride_h": 1,
+        "HAS_BIAS": bias is not None,
+        "HAS_SCALE": scaled,
+        "HAS_SOFTCAP": softcapped,
+        "BLOCK_T": config.block_t,
+        "BLOCK_V": config.block_v,
+        "BLOCK_H": config.block_h,
+    }
+    pointers = ("hidden_ptr", "weight_ptr", "bias_ptr", "partial_ptr")
+    sizes = ("hidden_stride_t", "weight_stride_s", "partial_stride_t", "S", "H") if aligned else ()
+    return compile_kernel(
+        gemm._gemm_kernel,
+        arch,
+        arguments,
+        constants,
+        aligned=pointers + sizes,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def compile_reassemble(
+    arch: str,
+    config: ReassembleConfig,
+    *,
+    source: str = "int16",
+    out: str | None = None,
+    aligned: bool = True,
+) -> Report:
+    """A reassembly kernel; `source` and `out` are the dtypes as they are moved (bf16 in place moves
+    as int16).
+
+    `aligned`: S and V are multiples of 16.
+    """
+    constants = {"BLOCK_ROWS": config.block_rows, "BLOCK_S": config.block_s}
+    sizes = ("S", "V", "received_stride_n", "received_stride_b", "out_stride_b") if aligned else ()
+    pointers = ("data_ptr", "received_ptr", "out_ptr", "order_ptr", "start_ptr")
+    if config.kind == "band":
+        kernel = reassemble._band_kernel
+        arguments = {"data_ptr": POINTERS[source], "N": "i32", "B": "i32", "S": "i32"}
+    elif config.kind == "cycle":
+        kernel = reassemble._cycle_kernel
+        arguments = {
+            "data_ptr": POINTERS[source],
+            "order_ptr": "*i32",
+            "start_ptr": "*i32",
+            "cycles": "i32",
+            "S": "i32",
+        }
+    else:
+        kernel = reassemble._copy_kernel
+        arguments = {"received_ptr": POINTERS[source], "out_ptr": POINTERS[out or source]}
+        arguments |= dict.fromkeys(
+            ("received_stride_n", "received_stride_b", "out_stride_b", "N", "B", "S", "V"), "i32"
+        )
+    return compile_kernel(
+        kernel, arch, arguments, constants, aligned=pointers + sizes, num_warps=config.num_warps
+    )

@@ -1,0 +1,312 @@
+"""The collectives of the head, each with the context that its error needs.
+
+`Comm` wraps one process group: its own rank and size within the group (never the global rank), the
+three collectives that the head uses, and the check of what only all ranks together can know.  It
+never makes a group, and holds nothing by a group's name: names repeat after destroy_process_group.
+
+Payloads go to the backend as flat, contiguous 1-D views: graph capture takes no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lmhead.shapes import BYTES_ONLY
+
+# A rank's part of the check: JSON, padded to this many bytes.
+CHECK_BYTES = 4096
+# NCCL's first exchange sets up its peer connections and buffers; 4 MiB per peer covers 120 rows x
+# 16160 columns in bf16 (SGLang pull request 32313 warms up with the same amount).
+WARMUP_BYTES_PER_PEER = 4 << 20
+
+
+class CollectiveError(RuntimeError):
+    """A collective of the head failed or timed out.  `record` holds the numbers of the message; the
+    backend's own error is chained as __cause__.
+    """
+
+    def __init__(self, message: str, record: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.record = dict(record)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a collective is part of, for its error: rows per rank, columns, dtype, and the caller's
+    call number.
+    """
+
+    op: str
+    rows: tuple[int, ...]
+    columns: int
+    dtype: str
+    number: int
+
+
+class Comm:
+    """One group's collectives.  `group` is a ProcessGroup, a 1-D DeviceMesh, or None for the
+    default group; without an initialised torch.distributed, None means one rank.  Raises ValueError
+    where this process is not a member, or the group cannot serve tensors of `device`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.group = _process_group(group)
+        self.ranks, self.rank, self.name, self.backend = 1, 0, "", "none"
+        if self.group is None:
+            return
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                "this process is not a member of the group: only members may build a head or "
+                "exchange"
+            )
+        self.ranks = dist.get_world_size(self.group)
+        self.name = self.group.group_name
+        if self.ranks > 1:
+            self.backend = _backend(self.group, device)
+
+    @classmethod
+    def local(cls) -> Comm:
+        """One rank without a group, whether or not torch.distributed is initialised."""
+        comm = cls.__new__(cls)
+        comm.group, comm.ranks, comm.rank, comm.name, comm.backend = None, 1, 0, "", "none"
+        return comm
+
+    def gather(self, out: torch.Tensor, own: torch.Tensor, call: Call) -> None:
+        """All-gather: `own` [n] of every rank -> `out` [N*n], in rank order.  Both flat and
+        contiguous.
+        """
+        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        out, own = _wire(out), _wire(own)
+        self._run("all_gather", call, lambda: collective(out, own, group=self.group))
+
+    def exchange(
+        self,
+        out: torch.Tensor,
+        blocks: torch.Tensor,
+        out_splits: Sequence[int] | None,
+        in_splits: Sequence[int] | None,
+        call: Call,
+    ) -> None:
+        """ONE all-to-all: block d of `blocks` goes to rank d, the block of rank n lands in place n
+        of `out`.
+
+        Both are flat, contiguous and apart in memory.  Splits are element counts per rank, None for
+        equal ones.
+        """
+        out, blocks = _wire(out), _wire(blocks)
+        if out.numel() and blocks.numel():
+            apart = (
+                out.data_ptr() + out.nbytes <= blocks.data_ptr()
+                or blocks.data_ptr() + blocks.nbytes <= out.data_ptr()
+            )
+            assert apart, "send and receive storage overlap"
+        splits = (
+            None if out_splits is None else list(out_splits),
+            None if in_splits is None else list(in_splits),
+        )
+        self._run(
+            "all_to_all",
+            call,
+            lambda: dist.all_to_all_single(out, blocks, *splits, group=self.group),
+        )
+
+    def agree(
+        self, fields: Mapping[str, Any], error: Exception | None, call: Call, device: torch.device
+    ) -> None:
+        """One small all-gather after which every rank goes on, or every rank raises.
+
+        `fields` must be equal on all ranks; `error` is what this rank found wrong by itself, if
+        anything.  The rank with the error raises it; the others raise ValueError naming that rank
+        and its words.  Waits for the device, so it never runs in a capture.
+        """
+        if self.ranks == 1:
+            if error is not None:
+                raise error
+            return
+        said = dict(
+            fields, error=None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        )
+        data = json.dumps(said).encode()
+        if (
+            len(data) > CHECK_BYTES
+        ):  # not enough room to compare fields: say so, rather than send half of them
+            data = json.dumps(
+                {"error": said["error"] or f"check of {len(data)} bytes is too long"}
+            ).encode()
+        own = torch.zeros(CHECK_BYTES, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = torch.empty(self.ranks * CHECK_BYTES, dtype=torch.uint8, device=device)
+        self.gather(everyone, own.to(device), call)
+        answers = [
+            json.loads(bytes(part.tolist()).rstrip(b"\0"))
+            for part in everyone.cpu().view(self.ranks, CHECK_BYTES)
+        ]
+        text = _disagreement(answers)
+        if text is None:
+            return
+        self.dump(call, text, answers)
+        raise (
+            error
+            if error is not None
+            else ValueError(f"lmhead {call.op}, call {call.number}: {text}")
+        )
+
+    def warm_up(self, device: torch.device) -> int:
+        """Run both collectives once, as calls will, and return the bytes moved; before memory is
+        measured.
+        """
+        if self.ranks == 1:
+            return 0
+        per_peer = WARMUP_BYTES_PER_PEER if device.type == "cuda" else 4096
+        call = Call("warmup", (), per_peer, "uint8", 0)
+        send = torch.zeros(self.ranks * per_peer, dtype=torch.uint8, device=device)
+        receive = torch.empty_like(send)
+        self.exchange(receive, send, None, None, call)
+        self.gather(receive, send[:per_peer], call)
+        return 2 * send.nbytes
+
+    def dump(
+        self, call: Call, text: str, answers: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """With LMHEAD_DUMP=DIR, leave what this rank knows as DIR/lmhead-rank<r>-call<n>.json."""
+        folder = os.environ.get("LMHEAD_DUMP")
+        if not folder:
+            return
+        record = self.record(call) | {"error": text, "ranks_said": answers}
+        path = Path(folder) / f"lmhead-rank{self.rank}-call{call.number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1))
+
+    def record(self, call: Call) -> dict[str, Any]:
+        """The numbers of a call, for errors and dumps."""
+        return {
+            "group": self.name,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "backend": self.backend,
+            **asdict(call),
+        }
+
+    def _run(self, collective: str, call: Call, launch: Callable[[], object]) -> None:
+        try:
+            launch()
+        except RuntimeError as error:
+            text = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+            message = (
+                f"lmhead {call.op}: {collective} failed on rank {self.rank} of {self.ranks} (group "
+                f"{self.name!r}, "
+                f"{self.backend}), call {call.number}, rows {list(call.rows)}, {call.columns} "
+                f"columns, {call.dtype}: "
+                f"{text}. A rank that died, raised, skipped this call, made another one first or "
+                "is still compiling "
+                "looks like this; where other collectives run beside the head, give it a group of "
+                "its own."
+            )
+            self.dump(call, message)
+            raise CollectiveError(
+                message, self.record(call) | {"collective": collective}
+            ) from error
+
+
+def resolve(name: str) -> dist.ProcessGroup | None:
+    """The group registered under `name` now ("" for none); looked up on every call and kept
+    nowhere.
+    """
+    return dist.distributed_c10d._resolve_process_group(name) if name else None
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a 1-D DeviceMesh, got {group.ndim}-D {tuple(group.shape)}: take "
+                "one dimension, or flatten"
+            )
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this process is not a member of the group: only members may build a head or exchange"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
+        )
+    return group
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device | None) -> str:
+    device = torch.device("cpu") if device is None else device
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError as error:
+        raise ValueError(
+            f"group {group.group_name!r} has no backend for {device.type} tensors"
+        ) from error
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a backend takes it: flat, and fp8 as bytes."""
+    assert tensor.dim() == 1 and tensor.is_contiguous(), "collectives take flat, contiguous views"
+    return tensor.view(torch.uint8) if tensor.dtype in BYTES_ONLY else tensor
+
+
+def _disagreement(answers: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong among the ranks' answers, in words that are the same on every rank; None if
+    nothing is.
+    """
+    refused = [
+        f"rank {rank} refused: {said['error']}"
+        for rank, said in enumerate(answers)
+        if said["error"]
+    ]
+    if refused:
+        return "; ".join(refused)
+    differing = []
+    for field in answers[0]:
+        values: dict[str, list[int]] = {}
+        for rank, said in enumerate(answers):
+            values.setdefault(json.dumps(said.get(field)), []).append(rank)
+        if len(values) > 1:
+            holders = ", ".join(
+                f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items()
+            )
+            differing.append(f"{field} is {holders}")
+            if field == "row_counts":
+                differing.extend(_bad_pairs(answers))
+    return "the ranks disagree: " + "; ".join(differing) if differing else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _bad_pairs(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which pairs of ranks would send and expect different numbers of rows."""
+    found = []
+    for sender, said in enumerate(answers):
+        for receiver, heard in enumerate(answers):
+            sends, expects = said["row_counts"], heard["row_counts"]
+            if len(sends) == len(expects) == len(answers) and sends[receiver] != expects[receiver]:
+                found.append(
+                    f"{sender}->{receiver}: {sends[receiver]} rows sent, {expects[receiver]} "
+                    "expected"
+                )
+    return found[:8]

@@ -1,0 +1,533 @@
+"""`LMHead`, the module that serves, and `exchange`, the same step under a caller's own GEMM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lmhead import ops, shapes
+from lmhead.comm import Call, Comm
+from lmhead.ops import Plan
+from lmhead.route import Route, choose
+from lmhead.shapes import Rows
+from lmhead.workspace import Workspace
+
+VERSION = "0.1.0"
+
+_exchange_calls = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What `LMHead.warmup` did.  Bytes on this rank."""
+
+    rows: tuple[tuple[int, ...], ...]  # the row counts that are ready, per rank
+    workspace_bytes: dict[str, int]  # kept buffers by purpose
+    collective_bytes: int  # moved through the collectives before any call
+    device_bytes: int | None  # device memory taken in all, the backend's included; None on CPU
+
+    def __str__(self) -> str:
+        held = sum(self.workspace_bytes.values())
+        device = (
+            ""
+            if self.device_bytes is None
+            else f", {self.device_bytes / 2**20:.1f} MiB of device memory in all"
+        )
+        return f"ready for rows {[list(counts) for counts in self.rows]}: {held / 2**20:.1f} MiB of buffers{device}"
+
+
+class LMHead(nn.Module):
+    """The vocabulary-sharded head of a model whose attention is data-parallel.
+
+    Every rank of `group` holds `weight_shard` [S, H] and calls with its own hidden rows [B, H];
+    every rank gets its rows' logits [B, vocab_size].  All ranks make the same calls in the same
+    order.
+
+    Args:
+        weight_shard: [S, H] bf16, fp16 or fp32; rank r holds vocabulary rows r*S to (r+1)*S.  Used
+            as given: no copy, no cast, and a Parameter stays the very same object, so tied weights
+            stay tied.
+        vocab_size: V, the true vocabulary, at most N*S.  What lies beyond is padding; its content
+            is never seen.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the default group (one rank where there is
+            none).
+        bias: [S], added to the fp32 accumulator.
+        scale: multiplies (hidden @ weight.T + bias).
+        softcap: cap * tanh(x / cap) after the scale; None for none.
+        logits_dtype: of the result; the weight's by default.  float32 logits come from fp32
+            accumulators.
+        wire_dtype: of what is exchanged; the logits' by default.  bfloat16 or float16 under float32
+            logits halves the bytes and rounds once more, as published engines do.
+        route: "all_to_all", "all_gather" or None (decide; LMHEAD_ROUTE may ask too).
+        kernels: "triton", "torch" or None (Triton on CUDA, torch on CPU; LMHEAD_KERNELS may ask
+            too).
+        check_finite: refuse weights with NaN or infinity in a true vocabulary row (reads the weight
+            once).
+
+    The constructor makes one small all-gather that raises the same error on every rank where
+    vocab_size, shapes, dtypes, arithmetic, route, kernels or version differ between ranks.  With
+    LMHEAD_CHECK=1 every call is checked so.
+
+    Raises ValueError or TypeError, with the numbers, for what is wrong with the arguments.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight_shard: torch.Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        logits_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        route: str | None = None,
+        kernels: str | None = None,
+        check_finite: bool = False,
+    ) -> None:
+        super().__init__()
+        self._comm = Comm(group, weight_shard.device)
+        self._workspace = Workspace()
+        self._calls = 0
+        self._closed = False
+        self._warmed: set[tuple[tuple[int, ...], int | None]] = set()
+        self._last_route: Route | None = None
+        self.vocab_size = vocab_size
+        self.scale = scale
+        self.softcap = softcap
+        self._asked_logits, self._asked_wire = logits_dtype, wire_dtype
+        self._asked_route, self._asked_kernels = ops.asked_route(route), kernels
+        self.weight = _parameter(weight_shard)
+        self.bias = None if bias is None else _parameter(bias)
+        self._check_calls = ops.checking()
+        self._settle(check_finite)
+
+    @classmethod
+    def from_full(
+        cls,
+        weight: torch.Tensor,
+        vocab_size: int | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        multiple: int = 1,
+        copy: bool = False,
+        **options: object,
+    ) -> LMHead:
+        """Build from the full weight [V, H] (and bias [V]) that every rank can see, taking this
+        rank's rows.
+
+        `vocab_size` is the weight's rows by default; a weight padded elsewhere may have more.  S is
+        rounded up to
+        `multiple`.  The shard is a view of `weight`, so tied weights stay tied, except on a rank
+        that needs padding rows; `copy=True` copies it, so that the full weight can be freed.  The
+        other options are the constructor's.
+        """
+        vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        comm = Comm(group, weight.device)
+        with torch.no_grad():
+            shard, bias_shard = (
+                None
+                if full is None
+                else shapes.shard_weight(
+                    full.detach(), comm.ranks, comm.rank, vocab_size=vocab_size, multiple=multiple
+                )
+                for full in (weight, bias)
+            )
+            assert shard is not None
+            if copy:
+                shard = shard.clone()
+                bias_shard = None if bias_shard is None else bias_shard.clone()
+        return cls(shard, vocab_size, group, bias=bias_shard, **options)  # type: ignore[arg-type]
+
+    @property
+    def last_route(self) -> Route | None:
+        """The route of the latest call and its reason; None before the first."""
+        return self._last_route
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self._comm.ranks
+
+    @property
+    def shard(self) -> int:
+        """S, this rank's weight rows, padding included."""
+        return self.weight.shape[0]
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden [B, H], this rank's own rows -> logits [B, V] in storage of their own, or in
+        `out`.
+
+        B is the same on every rank, or `row_counts` is a host list of all N counts, the same list
+        on all ranks, zeros allowed.  `out` [B, V] has the logits' dtype and contiguous columns.
+
+        Raises ValueError or TypeError before any collective; `lmhead.CollectiveError` where a
+        collective fails; RuntimeError in a capture that `warmup` has not prepared, or after
+        `close`.
+        """
+        if torch.compiler.is_compiling():
+            return self._forward_compiled(hidden, row_counts, out)
+        return self._call(hidden, row_counts, out, gathered=False)
+
+    def forward_gathered(
+        self,
+        gathered: torch.Tensor,
+        row_counts: Sequence[int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same for an engine that has gathered the rows already: gathered [T, H], in rank
+        order, equal on all ranks.  T is a multiple of N, or `row_counts` adds up to it.  No hidden
+        row is moved.
+        """
+        return self._call(gathered, row_counts, out, gathered=True)
+
+    def warmup(
+        self, rows: int | Iterable[int | Sequence[int]], out: torch.Tensor | None = None
+    ) -> WarmupReport:
+        """Do everything that a first call does, for each entry of `rows`, before a capture or a
+        memory measurement.
+
+        An entry is B, the same on every rank, or a list of N counts.  Runs both collectives once
+        with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
+        kernel.  With `out`, a buffer of at least as many rows, calls that write into it are made
+        ready as well.  Every rank calls with the same rows.
+        """
+        self._open()
+        entries = [rows] if isinstance(rows, int) else list(rows)
+        if not entries:
+            raise ValueError("warmup needs at least one row count")
+        device = self.weight.device
+        before = _free_bytes(device)
+        moved = self._comm.warm_up(device)
+        wanted = [self._entry(entry) for entry in entries]
+        for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
+            hidden = torch.zeros(
+                (counts.own, self.weight.shape[1]), dtype=self.weight.dtype, device=device
+            )
+            given = None if counts.uniform else list(counts.counts)
+            with torch.no_grad():
+                self._call(hidden, given, None, gathered=False, warming=True)
+                if out is not None:
+                    self._call(hidden, given, out[: counts.own], gathered=False, warming=True)
+        after = _free_bytes(device)
+        return WarmupReport(
+            rows=tuple(counts.counts for counts in wanted),
+            workspace_bytes=self._workspace.bytes(),
+            collective_bytes=moved,
+            device_bytes=None if before is None or after is None else before - after,
+        )
+
+    def close(self) -> None:
+        """Give the buffers back.  Calls after it raise RuntimeError; the group is the caller's and
+        stays.  May be called twice, and after a collective has failed.
+        """
+        self._closed = True
+        self._workspace.clear()
+        self._warmed.clear()
+
+    def extra_repr(self) -> str:
+        return (
+            f"vocab_size={self.vocab_size}, shard={tuple(self.weight.shape)}, ranks={self.ranks}, "
+            f"dtype={self.weight.dtype}, bias={self.bias is not None}, scale={self.scale}, "
+            f"softcap={self.softcap}"
+        )
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """`.to()` and its kin may change device and dtype: what was settled for the old ones is
+        settled anew, in the next call, on every rank alike.
+        """
+        super()._apply(fn, recurse)
+        self._settled = False
+        self._warmed.clear()
+        return self
+
+    def _settle(self, check_finite: bool = False) -> None:
+        """Validate the head as it now stands, with all ranks; they go on together or raise
+        together.
+        """
+        error: Exception | None = None
+        fields: dict[str, object] = {}
+        try:
+            self._validate(check_finite)
+            fields = {
+                "version": VERSION,
+                "vocab_size": self.vocab_size,
+                "shard rows": self.shard,
+                "hidden": self.weight.shape[1],
+                "dtype": str(self.weight.dtype),
+                "logits_dtype": str(self._logits_dtype),
+                "wire_dtype": str(self._wire_dtype),
+                "bias": self.bias is not None,
+                "scale": float(self.scale),
+                "softcap": self.softcap,
+                "kernels": self._kernels,
+                "route": self._route.name,
+                "LMHEAD_CHECK": self._check_calls,
+            }
+        except (ValueError, TypeError) as caught:
+            error = caught
+        call = Call(
+            "constructor",
+            (),
+            self.weight.shape[0] if self.weight.dim() else 0,
+            str(self.weight.dtype),
+            0,
+        )
+        self._comm.agree(fields, error, call, self.weight.device)
+        self._settled = True
+
+    def _validate(self, check_finite: bool) -> None:
+        shapes.check_weight(self.weight, self.bias)
+        shapes.check_epilogue(self.scale, self.softcap)
+        shapes.check_vocab(self.vocab_size, self.shard, self.ranks)
+        self._logits_dtype, self._wire_dtype = shapes.resolve_dtypes(
+            self.weight.dtype, self._asked_logits, self._asked_wire
+        )
+        device = self.weight.device
+        self._kernels = ops.choose_kernels(self._asked_kernels, device)
+        self._route = choose(self.ranks, self._comm.backend, self._asked_route)
+        if check_finite:
+            true_rows = max(0, min(self.shard, self.vocab_size - self._comm.rank * self.shard))
+            finite = torch.isfinite(self.weight[:true_rows].detach()).all(dim=1)
+            if not bool(finite.all()):
+                bad = (~finite).nonzero().flatten()
+                raise ValueError(
+                    f"{bad.numel()} of {true_rows} weight rows are not finite, the first is "
+                    f"{int(bad[0])} of rank "
+                    f"{self._comm.rank}'s shard: were the weights loaded?"
+                )
+
+    def _plan(self, rows: Rows) -> Plan:
+        return Plan(
+            rows,
+            self.shard,
+            self.vocab_size,
+            self._logits_dtype,
+            self._wire_dtype,
+            self._kernels,
+            self._route,
+            float(self.scale),
+            self.softcap,
+        )
+
+    def _call(
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        out: torch.Tensor | None,
+        *,
+        gathered: bool,
+        warming: bool = False,
+    ) -> torch.Tensor:
+        self._open()
+        capturing = ops.is_capturing(self.weight.device)
+        if not self._settled:
+            if capturing:
+                raise RuntimeError(
+                    "the head was moved or cast after its last call: call warmup(rows) before "
+                    "capturing"
+                )
+            self._settle()
+        self._calls += 1
+        plan, error = None, None
+        try:
+            plan = self._checked_plan(hidden, row_counts, out, gathered)
+        except (ValueError, TypeError) as caught:
+            error = caught
+        if self._check_calls and not capturing:
+            self._agree(plan, error, gathered)
+        if error is not None:
+            raise error
+        assert plan is not None
+        key = (plan.rows.counts, None if out is None else out.stride(0))
+        if capturing:
+            self._require_warm(key)
+        self._last_route = plan.route
+        result = ops.run_logits(
+            self._comm,
+            plan,
+            self._workspace,
+            hidden,
+            self.weight,
+            self.bias,
+            gathered=gathered,
+            out=out,
+            number=self._calls,
+        )
+        if warming:
+            self._warmed.add(key)
+        return result
+
+    def _checked_plan(
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        out: torch.Tensor | None,
+        gathered: bool,
+    ) -> Plan:
+        what = "gathered" if gathered else "hidden"
+        shapes.check_hidden(hidden, self.weight, what)
+        ranks, rank = self._comm.ranks, self._comm.rank
+        if gathered:
+            rows = shapes.gathered_rows(hidden.shape[0], row_counts, ranks, rank, what)
+        else:
+            rows = shapes.own_rows(hidden.shape[0], row_counts, ranks, rank)
+        shapes.check_out(out, rows.own, self.vocab_size, self._logits_dtype, hidden.device)
+        shapes.check_no_overlap(out, **{what: hidden, "weight": self.weight, "bias": self.bias})
+        return self._plan(rows)
+
+    def _agree(self, plan: Plan | None, error: Exception | None, gathered: bool) -> None:
+        counts = () if plan is None else plan.rows.counts
+        fields = {
+            "op": "logits",
+            "call": self._calls,
+            "row_counts": list(counts),
+            "gathered": gathered,
+        }
+        call = Call("check", counts, self.shard, str(self._wire_dtype), self._calls)
+        self._comm.agree(fields, error, call, self.weight.device)
+
+    def _require_warm(self, key: tuple[tuple[int, ...], int | None]) -> None:
+        if key not in self._warmed:
+            counts, stride = key
+            rows = counts[0] if len(set(counts)) == 1 else list(counts)
+            extra = "" if stride is None else ", out=that buffer"
+            raise RuntimeError(
+                f"rows {rows} are captured before they were warmed up: call "
+                f"warmup(rows=[{rows}]{extra}) before the "
+                "capture, so that no collective is set up and no kernel compiled inside it"
+            )
+        self._workspace.pin()
+
+    def _forward_compiled(
+        self, hidden: torch.Tensor, row_counts: Sequence[int] | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """In compiled code the head is one opaque operator; it resolves the group by name when it
+        runs.
+        """
+        logits: torch.Tensor = torch.ops.lmhead.logits(
+            hidden,
+            self.weight,
+            self.bias,
+            self.vocab_size,
+            self._comm.name,
+            self._comm.ranks,
+            float(self.scale),
+            self.softcap,
+            self._logits_dtype,
+            self._wire_dtype,
+            row_counts,
+            self._kernels,
+            "" if self._route.name == "local" else self._route.name,
+        )
+        return logits if out is None else out.copy_(logits)
+
+    def _entry(self, entry: int | Sequence[int]) -> Rows:
+        ranks, rank = self._comm.ranks, self._comm.rank
+        if isinstance(entry, int):
+            return shapes.rows_from_counts([entry] * ranks, ranks, rank)
+        return shapes.rows_from_counts(list(entry), ranks, rank)
+
+    def _open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LMHead is closed")
+
+
+def exchange(
+    partial: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    row_counts: Sequence[int] | None = None,
+    logits_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    route: str | None = None,
+    kernels: str | None = None,
+) -> torch.Tensor:
+    """partial [T, S], this rank's columns of all gathered rows -> logits [B, V], all columns of its
+    own rows.
+
+    For a caller's own GEMM (quantised, LoRA): rows stand in rank order, T a multiple of N or the
+    sum of `row_counts`, S the same on all ranks.  `partial` travels in its own dtype; bf16 or fp16
+    may arrive as `logits_dtype` float32. fp8 and integers are moved untouched.  A strided partial
+    is copied first.  `out` as in `LMHead.forward`.
+
+    A `workspace` (`lmhead.Workspace()`) keeps the buffers between calls; without one they are
+    fresh.  Only LMHEAD_CHECK=1 compares the ranks' arguments: there is no constructor that could
+    have done so.
+
+    Raises as `LMHead.forward` does.
+    """
+    comm = Comm(group, partial.device)
+    number = next(_exchange_calls)
+    plan, error = None, None
+    try:
+        plan = ops.exchange_plan(
+            comm, partial, vocab_size, row_counts, logits_dtype, kernels, route
+        )
+        shapes.check_out(out, plan.rows.own, vocab_size, plan.logits_dtype, partial.device)
+        shapes.check_no_overlap(out, partial=partial)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    if ops.checking() and not ops.is_capturing(partial.device):
+        fields: dict[str, object] = (
+            {}
+            if plan is None
+            else {
+                "op": "exchange",
+                "vocab_size": vocab_size,
+                "row_counts": list(plan.rows.counts),
+                "shard": plan.shard,
+                "dtype": str(plan.wire_dtype),
+                "route": plan.route.name,
+            }
+        )
+        comm.agree(
+            fields,
+            error,
+            Call("check", (), partial.shape[-1], str(partial.dtype), number),
+            partial.device,
+        )
+    if error is not None:
+        raise error
+    assert plan is not None
+    work = Workspace() if workspace is None else workspace
+    if not partial.is_contiguous():
+        kept = work.take("contiguous partial", partial.numel(), partial.dtype, partial.device)
+        partial = kept.view(partial.shape).copy_(partial)
+    call = Call(
+        "exchange",
+        plan.rows.counts,
+        plan.shard,
+        str(plan.wire_dtype).removeprefix("torch."),
+        number,
+    )
+    return ops.run_exchange(comm, plan, work, partial, out=out, call=call)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """The Parameter itself, or a Parameter over the same storage that wants no gradient."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

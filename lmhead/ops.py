@@ -1,0 +1,417 @@
+"""The head's step, from hidden rows to logits, and its registered operators.
+
+`run_logits` and `run_exchange` are the implementation: plain functions on plain tensors that eager
+callers reach directly.  `torch.ops.lmhead.logits` and `torch.ops.lmhead.exchange` wrap them for
+compiled code: functional, with the group as a NAME that is resolved when the op runs, and fakes
+that are the same shape arithmetic and never touch a group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lmhead import comm as _comm
+from lmhead import reference, shapes
+from lmhead.comm import Call, Comm
+from lmhead.kernels import gemm as _gemm_kernels
+from lmhead.kernels import reassemble as _reassemble_kernels
+from lmhead.kernels import tiles
+from lmhead.route import Route, choose
+from lmhead.shapes import Rows
+from lmhead.workspace import Workspace
+
+KERNELS = ("triton", "torch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides how a call runs, equal on every rank but for `rows.rank`."""
+
+    rows: Rows
+    shard: int
+    vocab_size: int
+    logits_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    kernels: str
+    route: Route
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the received elements are the logits: no padding to drop, no cast."""
+        return (
+            self.vocab_size == self.rows.ranks * self.shard and self.wire_dtype == self.logits_dtype
+        )
+
+
+def choose_kernels(asked: str | None, device: torch.device) -> str:
+    """ "triton" or "torch": what was asked for by argument, then by LMHEAD_KERNELS, else Triton on
+    CUDA tensors.
+
+    Raises ValueError for another word, or for Triton on CPU tensors without its interpreter.
+    """
+    asked = asked or os.environ.get("LMHEAD_KERNELS") or None
+    if asked is None:
+        return "triton" if device.type == "cuda" else "torch"
+    if asked not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(KERNELS)} or None, got {asked!r}")
+    if asked == "triton" and device.type != "cuda" and not tiles.INTERPRET.value:
+        raise ValueError(
+            f"Triton kernels on {device.type} tensors need TRITON_INTERPRET=1 in the environment "
+            "before lmhead is imported"
+        )
+    return asked
+
+
+def asked_route(asked: str | None) -> str | None:
+    """The route asked for by argument, then by LMHEAD_ROUTE."""
+    return asked or os.environ.get("LMHEAD_ROUTE") or None
+
+
+def checking() -> bool:
+    """Whether LMHEAD_CHECK=1: every call is then agreed among the ranks before its collectives."""
+    return os.environ.get("LMHEAD_CHECK") == "1"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def run_gather(
+    comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
+) -> torch.Tensor:
+    """Own rows [B, H] of every rank -> all rows [T, H], in rank order, by one true all-gather.
+
+    An all-gather has no uneven form, so ranks with fewer rows send as many as the largest; their
+    tails are left out when the rows are closed up.
+    """
+    if comm.ranks == 1:
+        return hidden
+    width, largest = hidden.shape[1], rows.largest
+    own = hidden
+    if rows.own != largest or not hidden.is_contiguous():
+        own = work.take("own rows", largest * width, hidden.dtype, hidden.device).view(
+            largest, width
+        )
+        own[: rows.own].copy_(hidden)
+    even = work.take("gathered rows", comm.ranks * largest * width, hidden.dtype, hidden.device)
+    comm.gather(even, own.view(-1), call)
+    if rows.uniform:
+        return even.view(rows.total, width)
+    closed = work.take("closed-up rows", rows.total * width, hidden.dtype, hidden.device).view(
+        rows.total, width
+    )
+    start = 0
+    for count, block in zip(rows.counts, even.view(comm.ranks, largest, width), strict=True):
+        closed[start : start + count].copy_(block[:count])
+        start += count
+    return closed
+
+
+def run_gemm(
+    plan: Plan,
+    work: Workspace,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The shard's GEMM and epilogue into `out`, by the plan's kernels."""
+    if plan.kernels == "triton":
+        _gemm_kernels.gemm(hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out)
+        return
+
+    def scratch(name: str, numel: int) -> torch.Tensor:
+        return work.take(name, numel, torch.float32, out.device)
+
+    reference.gemm(
+        hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out, scratch=scratch
+    )
+
+
+def run_reassemble_into(plan: Plan, received: torch.Tensor, out: torch.Tensor) -> None:
+    """[N, B, S] -> out [B, V], by the plan's kernels."""
+    if plan.kernels == "triton":
+        _reassemble_kernels.reassemble_into(received, out)
+    else:
+        reference.reassemble_into(received, out)
+
+
+def run_logits(
+    comm: Comm,
+    plan: Plan,
+    work: Workspace,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gathered: bool = False,
+    out: torch.Tensor | None = None,
+    number: int = 0,
+) -> torch.Tensor:
+    """hidden [B, H] (or [T, H] if `gathered`) -> logits [B, V].  Everything has been validated."""
+    rows, device = plan.rows, hidden.device
+    if rows.total == 0:  # every rank knows that no rank has rows
+        return _result(plan, out, device)
+    call = Call("logits", rows.counts, plan.shard, _name(plan.wire_dtype), number)
+    if rows.ranks == 1 and plan.wire_dtype == plan.logits_dtype:
+        result = _result(plan, out, device)
+        vocab = plan.vocab_size
+        run_gemm(plan, work, hidden, weight[:vocab], None if bias is None else bias[:vocab], result)
+        return result
+    if not gathered:
+        hidden = run_gather(
+            comm,
+            rows,
+            work,
+            hidden,
+            replace(call, dtype=_name(hidden.dtype), columns=hidden.shape[1]),
+        )
+    partial = work.take("partial", rows.total * plan.shard, plan.wire_dtype, device).view(
+        rows.total, plan.shard
+    )
+    run_gemm(plan, work, hidden, weight, bias, partial)
+    return run_exchange(comm, plan, work, partial, out=out, call=call)
+
+
+def run_exchange(
+    comm: Comm,
+    plan: Plan,
+    work: Workspace,
+    partial: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    call: Call,
+) -> torch.Tensor:
+    """partial [T, S], destination-major and contiguous -> logits [B, V] of this rank's rows.
+
+    On the all-to-all the receive buffer becomes the result where it can: where the elements are the
+    logits (no padding, no cast) and either a kernel permutes them in place or, for one row, there
+    is nothing to permute.
+    """
+    rows, shard, vocab, device = plan.rows, plan.shard, plan.vocab_size, partial.device
+    ranks, own = rows.ranks, rows.own
+    if rows.total == 0:
+        return _result(plan, out, device)
+    if plan.route.name == "local":
+        result = _result(plan, out, device)
+        run_reassemble_into(plan, partial.view(1, own, shard), result)
+        return result
+    flat = partial.view(-1)
+    if plan.route.name == "all_gather":
+        everything = work.take("all partials", ranks * rows.total * shard, plan.wire_dtype, device)
+        comm.gather(everything, flat, call)
+        blocks = everything.view(ranks, rows.total, shard)[:, rows.start : rows.start + own]
+        result = _result(plan, out, device)
+        run_reassemble_into(plan, blocks, result)
+        return result
+
+    numel = ranks * own * shard
+    if own == 1 and out is None and plan.wire_dtype == plan.logits_dtype:
+        received, settled = torch.empty(numel, dtype=plan.wire_dtype, device=device), True
+    elif (
+        plan.exact
+        and (own <= 1 or plan.kernels == "triton")
+        and (out is None or out.is_contiguous())
+    ):
+        received, settled = _result(plan, out, device).view(-1), True
+    else:
+        received, settled = work.take("received", numel, plan.wire_dtype, device), False
+    splits = (None, None)
+    if not rows.uniform:
+        splits = ([own * shard] * ranks, [count * shard for count in rows.counts])
+    comm.exchange(received, flat, *splits, call)
+    blocks = received.view(ranks, own, shard)
+    if settled and own > 1:
+        logits = _reassemble_kernels.reassemble(blocks)
+        return logits if out is None else out
+    if settled:
+        return received[: own * vocab].view(own, vocab) if out is None else out
+    result = _result(plan, out, device)
+    run_reassemble_into(plan, blocks, result)
+    return result
+
+
+def _result(plan: Plan, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if out is not None:
+        return out
+    return torch.empty((plan.rows.own, plan.vocab_size), dtype=plan.logits_dtype, device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# The operators.  Their dispatch costs tens of microseconds, so eager callers do not go through
+# them.
+
+
+@torch.library.custom_op(
+    "lmhead::logits",
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor weight, Tensor? bias, int vocab_size, str group_name, int ranks, "
+        "float scale, "
+        "float? softcap, ScalarType logits_dtype, ScalarType wire_dtype, SymInt[]? row_counts, "
+        "str kernels, str route) "
+        "-> Tensor"
+    ),
+)
+def logits_op(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab_size: int,
+    group_name: str,
+    ranks: int,
+    scale: float,
+    softcap: float | None,
+    logits_dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    row_counts: Sequence[int] | None,
+    kernels: str,
+    route: str,
+) -> torch.Tensor:
+    """hidden [B, H], weight [S, H], bias [S] -> logits [B, V] of `logits_dtype`, fresh.
+
+    `group_name` names a registered process group of `ranks` ranks ("" for one rank without a
+    group); `kernels` is "triton", "torch" or "" (by device), `route` "all_to_all", "all_gather" or
+    "" (by the rules).  Temporaries come from the allocator.  Errors are those of `lmhead.LMHead`.
+    """
+    shapes.check_weight(weight, bias)
+    shapes.check_hidden(hidden, weight)
+    shapes.check_epilogue(scale, softcap)
+    shapes.check_vocab(vocab_size, weight.shape[0], ranks)
+    logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
+    comm = _op_comm(group_name, ranks, hidden.device)
+    rows = shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank)
+    plan = Plan(
+        rows,
+        weight.shape[0],
+        vocab_size,
+        logits_dtype,
+        wire_dtype,
+        choose_kernels(kernels, hidden.device),
+        choose(comm.ranks, comm.backend, asked_route(route)),
+        scale,
+        softcap,
+    )
+    return run_logits(comm, plan, Workspace(), hidden, weight, bias)
+
+
+@logits_op.register_fake
+def _logits_fake(
+    hidden,
+    weight,
+    bias,
+    vocab_size,
+    group_name,
+    ranks,
+    scale,
+    softcap,
+    logits_dtype,
+    wire_dtype,
+    row_counts,
+    kernels,
+    route,
+):  # type: ignore[no-untyped-def]
+    return hidden.new_empty((hidden.shape[0], vocab_size), dtype=logits_dtype)
+
+
+@torch.library.custom_op(
+    "lmhead::exchange",
+    mutates_args=(),
+    schema=(
+        "(Tensor partial, SymInt rows, int vocab_size, str group_name, int ranks, ScalarType "
+        "logits_dtype, "
+        "SymInt[]? row_counts, str kernels, str route) -> Tensor"
+    ),
+)
+def exchange_op(
+    partial: torch.Tensor,
+    rows: int,
+    vocab_size: int,
+    group_name: str,
+    ranks: int,
+    logits_dtype: torch.dtype,
+    row_counts: Sequence[int] | None,
+    kernels: str,
+    route: str,
+) -> torch.Tensor:
+    """partial [T, S] of the caller's own GEMM -> logits [rows, V], fresh; `rows` is B, this rank's
+    own rows.
+
+    The rest as in `lmhead::logits`; errors are those of `lmhead.exchange`.
+    """
+    comm = _op_comm(group_name, ranks, partial.device)
+    plan = exchange_plan(
+        comm, partial, vocab_size, _listed(row_counts), logits_dtype, kernels, route
+    )
+    if plan.rows.own != rows:
+        raise ValueError(
+            f"rows is {rows}, but rank {comm.rank} of {comm.ranks} has {plan.rows.own} of "
+            "partial's rows"
+        )
+    call = Call("exchange", plan.rows.counts, plan.shard, _name(plan.wire_dtype), 0)
+    return run_exchange(comm, plan, Workspace(), partial.contiguous(), call=call)
+
+
+@exchange_op.register_fake
+def _exchange_fake(
+    partial, rows, vocab_size, group_name, ranks, logits_dtype, row_counts, kernels, route
+):  # type: ignore[no-untyped-def]
+    return partial.new_empty((rows, vocab_size), dtype=logits_dtype)
+
+
+def exchange_plan(
+    comm: Comm,
+    partial: torch.Tensor,
+    vocab_size: int,
+    row_counts: Sequence[int] | None,
+    logits_dtype: torch.dtype | None,
+    kernels: str | None,
+    route: str | None,
+) -> Plan:
+    """Validate an exchange of the caller's own partial logits and say how it runs."""
+    shapes.check_partial(partial)
+    shard = partial.shape[1]
+    shapes.check_vocab(vocab_size, shard, comm.ranks)
+    rows = shapes.gathered_rows(partial.shape[0], row_counts, comm.ranks, comm.rank, "partial")
+    logits_dtype = partial.dtype if logits_dtype is None else logits_dtype
+    if partial.dtype in shapes.FLOATS:
+        shapes.resolve_dtypes(partial.dtype, logits_dtype, partial.dtype)
+    elif logits_dtype != partial.dtype:
+        raise TypeError(
+            f"a {partial.dtype} partial travels as it is and cannot become {logits_dtype} here"
+        )
+    return Plan(
+        rows,
+        shard,
+        vocab_size,
+        logits_dtype,
+        partial.dtype,
+        choose_kernels(kernels, partial.device),
+        choose(comm.ranks, comm.backend, asked_route(route)),
+    )
+
+
+def _op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:
+    group = _comm.resolve(group_name)
+    if group is None and ranks != 1:
+        raise ValueError(f"{ranks} ranks need the name of their process group, got {group_name!r}")
+    comm = Comm.local() if group is None else Comm(group, device)
+    if comm.ranks != ranks:
+        raise ValueError(
+            f"group {group_name!r} has {comm.ranks} ranks, the op was built for {ranks}"
+        )
+    return comm
+
+
+def _listed(row_counts: Sequence[int] | None) -> list[int] | None:
+    return None if row_counts is None else [int(count) for count in row_counts]

@@ -1,0 +1,337 @@
+"""Shapes, shards and rows: the arithmetic that every rank must do alike, and the messages when it
+cannot be done.
+
+Nothing here knows a process group; every function is pure.  Letters: N ranks, B own rows, T
+gathered rows, H hidden, V true vocabulary, S shard rows (equal on all ranks, N*S >= V, padding at
+the end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# gloo and NCCL of older releases know no fp8; its bytes travel as uint8.
+BYTES_ONLY = tuple(
+    getattr(torch, name)
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+)
+
+
+def shard_rows(vocab_size: int, ranks: int, multiple: int = 1) -> int:
+    """S: the least multiple of `multiple` with ranks * S >= vocab_size."""
+    if vocab_size < 1 or ranks < 1 or multiple < 1:
+        raise ValueError(
+            f"vocab_size, ranks and multiple must be positive, got {vocab_size}, {ranks} and "
+            f"{multiple}"
+        )
+    rows = -(-vocab_size // ranks)
+    return -(-rows // multiple) * multiple
+
+
+def shard_weight(
+    full: torch.Tensor, ranks: int, rank: int, *, vocab_size: int | None = None, multiple: int = 1
+) -> torch.Tensor:
+    """Rank `rank`'s rows of a full weight [V, H] (or bias [V]): [S, H] (or [S]).
+
+    A view of `full` where it has all S rows, so that tied weights stay tied; otherwise a copy whose
+    missing rows, the padding, are zero.  `full` may have more rows than `vocab_size` (an embedding
+    padded elsewhere).
+    """
+    vocab = full.shape[0] if vocab_size is None else vocab_size
+    if full.dim() not in (1, 2) or full.shape[0] < vocab:
+        raise ValueError(
+            f"full must be [V, H] or [V] with V >= {vocab} rows, got {tuple(full.shape)}"
+        )
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is outside 0..{ranks - 1}")
+    shard = shard_rows(vocab, ranks, multiple)
+    start, stop = rank * shard, (rank + 1) * shard
+    if stop <= full.shape[0]:
+        return full[start:stop]
+    padded = full.new_zeros((shard, *full.shape[1:]))
+    if start < full.shape[0]:
+        padded[: full.shape[0] - start].copy_(full[start:])
+    return padded
+
+
+def unshard_weight(shards: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
+    """The inverse of `shard_weight`: all ranks' shards in rank order -> [V, H] (or [V]), padding
+    dropped.
+    """
+    full = torch.cat(list(shards))
+    if full.shape[0] < vocab_size:
+        raise ValueError(
+            f"{len(shards)} shards have {full.shape[0]} rows, fewer than vocab_size {vocab_size}"
+        )
+    return full[:vocab_size]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is our own."""
+
+    counts: tuple[int, ...]
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts)
+
+    @property
+    def own(self) -> int:
+        """B, the rows of this rank."""
+        return self.counts[self.rank]
+
+    @property
+    def total(self) -> int:
+        """T, the rows of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def largest(self) -> int:
+        return max(self.counts)
+
+    @property
+    def uniform(self) -> bool:
+        return all(count == self.counts[0] for count in self.counts)
+
+    @property
+    def start(self) -> int:
+        """Where this rank's rows begin among the gathered ones."""
+        return sum(self.counts[: self.rank])
+
+
+def rows_from_counts(row_counts: Sequence[int], ranks: int, rank: int) -> Rows:
+    """`row_counts`, a host list of N counts that is the same on all ranks, as `Rows`."""
+    if isinstance(row_counts, torch.Tensor) or not isinstance(row_counts, (list, tuple)):
+        raise TypeError(
+            f"row_counts must be a host list of {ranks} ints, got {type(row_counts).__name__}: "
+            "a device tensor would make every call wait for the device"
+        )
+    if len(row_counts) != ranks:
+        raise ValueError(
+            f"row_counts must name {ranks} ranks, got {len(row_counts)}: {list(row_counts)}"
+        )
+    if any(
+        isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in row_counts
+    ):
+        raise ValueError(f"row_counts must be non-negative ints, got {list(row_counts)}")
+    return Rows(tuple(row_counts), rank)
+
+
+def own_rows(rows: int, row_counts: Sequence[int] | None, ranks: int, rank: int) -> Rows:
+    """The rows of a call in which this rank brings `rows` of its own; without counts every rank
+    brings as many.
+    """
+    if row_counts is None:
+        return Rows((rows,) * ranks, rank)
+    known = rows_from_counts(row_counts, ranks, rank)
+    if known.own != rows:
+        raise ValueError(
+            f"row_counts says that rank {rank} has {known.own} rows, but hidden has {rows} "
+            f"(row_counts={list(row_counts)})"
+        )
+    return known
+
+
+def gathered_rows(
+    total: int, row_counts: Sequence[int] | None, ranks: int, rank: int, what: str
+) -> Rows:
+    """The rows of a call that brings all T rows already, in rank order."""
+    if row_counts is None:
+        if total % ranks:
+            raise ValueError(
+                f"{what} has {total} rows, which {ranks} ranks cannot share evenly: pass "
+                "row_counts, or pad"
+            )
+        return Rows((total // ranks,) * ranks, rank)
+    known = rows_from_counts(row_counts, ranks, rank)
+    if known.total != total:
+        raise ValueError(
+            f"row_counts adds up to {known.total} rows, but {what} has {total} "
+            f"(row_counts={list(row_counts)})"
+        )
+    return known
+
+
+def check_vocab(vocab_size: int, shard: int, ranks: int) -> None:
+    """V needs N*S >= V >= 1."""
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+        raise TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be positive, got {vocab_size}")
+    if ranks * shard < vocab_size:
+        hint = "; a shard of several needs its process group" if ranks == 1 else ""
+        raise ValueError(
+            f"vocab_size {vocab_size} exceeds the {ranks * shard} rows that {ranks} ranks hold "
+            f"with {shard} each{hint}"
+        )
+
+
+def check_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """weight [S, H] of a float dtype; bias [S]."""
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"weight shard must be [S, H] with both positive, got {tuple(weight.shape)}"
+        )
+    if weight.dtype not in FLOATS:
+        raise TypeError(
+            f"weight must be bfloat16, float16 or float32, got {weight.dtype}: a quantised weight "
+            "needs its scales, "
+            "so multiply it yourself and hand the partial logits to lmhead.exchange"
+        )
+    if bias is not None:
+        if bias.shape != (weight.shape[0],):
+            raise ValueError(
+                f"bias must be [{weight.shape[0]}], one per weight row, got {tuple(bias.shape)}"
+            )
+        if bias.dtype not in FLOATS:
+            raise TypeError(f"bias must be bfloat16, float16 or float32, got {bias.dtype}")
+        if bias.device != weight.device:
+            raise ValueError(f"bias is on {bias.device} but weight is on {weight.device}")
+
+
+def check_epilogue(scale: float, softcap: float | None) -> None:
+    """scale is finite; softcap is None or a positive finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    if scale != scale or scale in (float("inf"), float("-inf")):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number or None, got {type(softcap).__name__}")
+    if not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be positive and finite, got {softcap}; None turns it off")
+
+
+def check_hidden(hidden: torch.Tensor, weight: torch.Tensor, what: str = "hidden") -> None:
+    """hidden [rows, H] with the weight's H, dtype and device; nothing that wants a gradient."""
+    if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"{what} must be [rows, {weight.shape[1]}], got {tuple(hidden.shape)}")
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"{what} is {hidden.dtype} but the weight is {weight.dtype}")
+    if hidden.device != weight.device:
+        raise ValueError(f"{what} is on {hidden.device} but the weight is on {weight.device}")
+    check_no_grad(**{what: hidden, "weight": weight})
+
+
+def check_no_grad(**tensors: torch.Tensor | None) -> None:
+    """Inference only: a gradient would silently be lost."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name} requires grad, but lmhead is for inference: call it under "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+
+
+def check_partial(partial: torch.Tensor) -> None:
+    """partial [T, S] of a dtype that can travel."""
+    if partial.dim() != 2 or partial.shape[1] < 1:
+        raise ValueError(f"partial must be [T, S] with S positive, got {tuple(partial.shape)}")
+    if partial.dtype not in FLOATS + BYTES_ONLY + (
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    ):
+        raise TypeError(
+            f"partial cannot be {partial.dtype}; bfloat16, float16, float32, fp8 and integers "
+            "travel"
+        )
+    check_no_grad(partial=partial)
+
+
+def check_out(
+    out: torch.Tensor | None, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """out [B, V] of the logits' dtype with contiguous columns; its rows may be further apart than
+    V.
+    """
+    if out is None:
+        return
+    if out.shape != (rows, vocab_size):
+        raise ValueError(f"out must be [{rows}, {vocab_size}], got {tuple(out.shape)}")
+    if out.dtype != dtype:
+        raise TypeError(f"out is {out.dtype} but the logits are {dtype}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device} but the logits are on {device}")
+    if (vocab_size > 1 and out.stride(1) != 1) or (rows > 1 and out.stride(0) < vocab_size):
+        raise ValueError(
+            "out must have contiguous columns and rows that do not overlap, got strides "
+            f"{out.stride()}"
+        )
+    check_no_grad(out=out)
+
+
+def check_no_overlap(out: torch.Tensor | None, **inputs: torch.Tensor | None) -> None:
+    """`out` must not share memory with an input: it is written while inputs are still read."""
+    if out is None or out.numel() == 0:
+        return
+    first, last = _span(out)
+    for name, tensor in inputs.items():
+        if tensor is None or tensor.numel() == 0 or tensor.device != out.device:
+            continue
+        begin, end = _span(tensor)
+        if begin < last and first < end:
+            raise ValueError(
+                f"out overlaps {name} in memory (bytes {first}..{last} and {begin}..{end})"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses [first, last) that a non-empty strided tensor touches."""
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def resolve_dtypes(
+    source: torch.dtype, logits_dtype: torch.dtype | None, wire_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """(logits dtype, wire dtype): logits default to the source's, the wire to the logits'.
+
+    The wire may be narrower than fp32 logits, never wider and never another 16-bit format: either
+    would round twice.
+    """
+    logits = source if logits_dtype is None else logits_dtype
+    if logits not in FLOATS:
+        raise TypeError(f"logits_dtype must be bfloat16, float16 or float32, got {logits}")
+    wire = logits if wire_dtype is None else wire_dtype
+    if wire not in FLOATS:
+        raise TypeError(f"wire_dtype must be bfloat16, float16 or float32, got {wire}")
+    if wire != logits and logits != torch.float32:
+        raise ValueError(
+            f"wire_dtype {wire} must equal logits_dtype {logits}, or be narrower than float32 "
+            "logits"
+        )
+    return logits, wire
+
+
+def moved_bytes(route: str, rows: Rows, shard: int, itemsize: int) -> int:
+    """Bytes of logits that cross this rank's link in one call, in the busier direction; its own
+    block stays.
+
+    all_to_all: sent (T - B) * S, received (N - 1) * B * S.  all_gather: sent once to each other
+    rank as a ring does, received (N - 1) * T * S.
+    """
+    if route == "all_to_all":
+        return max(rows.total - rows.own, (rows.ranks - 1) * rows.own) * shard * itemsize
+    if route == "all_gather":
+        return (rows.ranks - 1) * rows.total * shard * itemsize
+    return 0

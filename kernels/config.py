@@ -162,7 +162,8 @@ def default_reassemble(shape: ReassembleShape, in_place: bool) -> ReassembleConf
     if pieces * vector * shape.itemsize > MAX_BAND_BYTES:
         # 16 pieces in flight of 32 lanes times 16 bytes.
         return ReassembleConfig("cycle", block_rows=16, block_s=32 * vector, num_warps=4)
-    block_s = vector
+    # Narrower than 32 lanes of 16 bytes in all would leave lanes with less than a full access.
+    block_s = max(vector, 32 * vector // pieces)
     while (
         pieces * block_s * 2 * shape.itemsize <= MAX_BAND_BYTES // 2
         and block_s * 2 * TARGET_PROGRAMS <= shape.shard

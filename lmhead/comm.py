@@ -228,7 +228,10 @@ def resolve(name: str) -> dist.ProcessGroup | None:
     """The group registered under `name` now ("" for none); looked up on every call and kept
     nowhere.
     """
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
+    if not name:
+        return None
+    # torch's functional collectives resolve their groups by the same call.
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -241,7 +244,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
         return group.get_group()
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError(
             "this process is not a member of the group: only members may build a head or exchange"
         )

@@ -34,12 +34,11 @@ class WarmupReport:
 
     def __str__(self) -> str:
         held = sum(self.workspace_bytes.values())
-        device = (
-            ""
-            if self.device_bytes is None
-            else f", {self.device_bytes / 2**20:.1f} MiB of device memory in all"
-        )
-        return f"ready for rows {[list(counts) for counts in self.rows]}: {held / 2**20:.1f} MiB of buffers{device}"
+        text = f"ready for rows {[list(counts) for counts in self.rows]}: "
+        text += f"{held / 2**20:.1f} MiB of buffers"
+        if self.device_bytes is not None:
+            text += f", {self.device_bytes / 2**20:.1f} MiB of device memory in all"
+        return text
 
 
 class LMHead(nn.Module):
@@ -96,6 +95,8 @@ class LMHead(nn.Module):
         check_finite: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(weight_shard, torch.Tensor):
+            raise TypeError(f"weight_shard must be a tensor, got {type(weight_shard).__name__}")
         self._comm = Comm(group, weight_shard.device)
         self._workspace = Workspace()
         self._calls = 0
@@ -308,9 +309,8 @@ class LMHead(nn.Module):
             if not bool(finite.all()):
                 bad = (~finite).nonzero().flatten()
                 raise ValueError(
-                    f"{bad.numel()} of {true_rows} weight rows are not finite, the first is "
-                    f"{int(bad[0])} of rank "
-                    f"{self._comm.rank}'s shard: were the weights loaded?"
+                    f"{bad.numel()} of {true_rows} weight rows are not finite, the first is row "
+                    f"{int(bad[0])} of rank {self._comm.rank}'s shard: were the weights loaded?"
                 )
 
     def _plan(self, rows: Rows) -> Plan:
@@ -487,10 +487,9 @@ def exchange(
     except (ValueError, TypeError) as caught:
         error = caught
     if ops.checking() and not ops.is_capturing(partial.device):
-        fields: dict[str, object] = (
-            {}
-            if plan is None
-            else {
+        fields: dict[str, object] = {}
+        if plan is not None:
+            fields = {
                 "op": "exchange",
                 "vocab_size": vocab_size,
                 "row_counts": list(plan.rows.counts),
@@ -498,7 +497,6 @@ def exchange(
                 "dtype": str(plan.wire_dtype),
                 "route": plan.route.name,
             }
-        )
         comm.agree(
             fields,
             error,

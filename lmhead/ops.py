@@ -223,10 +223,9 @@ def run_exchange(
         received, settled = _result(plan, out, device).view(-1), True
     else:
         received, settled = work.take("received", numel, plan.wire_dtype, device), False
-    splits = (None, None)
-    if not rows.uniform:
-        splits = ([own * shard] * ranks, [count * shard for count in rows.counts])
-    comm.exchange(received, flat, *splits, call)
+    out_splits = None if rows.uniform else [own * shard] * ranks
+    in_splits = None if rows.uniform else [count * shard for count in rows.counts]
+    comm.exchange(received, flat, out_splits, in_splits, call)
     blocks = received.view(ranks, own, shard)
     if settled and own > 1:
         logits = _reassemble_kernels.reassemble(blocks)
@@ -307,20 +306,17 @@ def logits_op(
 
 @logits_op.register_fake
 def _logits_fake(
-    hidden,
-    weight,
-    bias,
-    vocab_size,
-    group_name,
-    ranks,
-    scale,
-    softcap,
-    logits_dtype,
-    wire_dtype,
-    row_counts,
-    kernels,
-    route,
-):  # type: ignore[no-untyped-def]
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab_size: int,
+    group_name: str,
+    ranks: int,
+    scale: float,
+    softcap: float | None,
+    logits_dtype: torch.dtype,
+    *_: object,
+) -> torch.Tensor:
     return hidden.new_empty((hidden.shape[0], vocab_size), dtype=logits_dtype)
 
 
@@ -364,8 +360,14 @@ def exchange_op(
 
 @exchange_op.register_fake
 def _exchange_fake(
-    partial, rows, vocab_size, group_name, ranks, logits_dtype, row_counts, kernels, route
-):  # type: ignore[no-untyped-def]
+    partial: torch.Tensor,
+    rows: int,
+    vocab_size: int,
+    group_name: str,
+    ranks: int,
+    logits_dtype: torch.dtype,
+    *_: object,
+) -> torch.Tensor:
     return partial.new_empty((rows, vocab_size), dtype=logits_dtype)
 
 

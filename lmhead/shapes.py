@@ -79,7 +79,7 @@ def unshard_weight(shards: Sequence[torch.Tensor], vocab_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class Rows:
-    """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is our own."""
+    """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is ours."""
 
     counts: tuple[int, ...]
     rank: int

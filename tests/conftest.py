@@ -1,0 +1,62 @@
+"""Shared set-up.  Kernels run in Triton's interpreter unless the run is `-m gpu`; nothing needs a
+GPU or a compiler.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+import pytest
+import ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test module imports the kernels: the interpreter is chosen when they are decorated.
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip(
+            "kernels run in Triton's interpreter here: run `pytest -m gpu` for compiled ones"
+        )
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close_all()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN (integers: the largest value), so that an unwritten element cannot pass
+    by luck.
+    """
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[concurrent.futures.Executor]:
+    """A process without Triton's interpreter, in which kernels can be compiled: submit functions of
+    lmhead.codegen.
+    """
+    kept = os.environ.pop("TRITON_INTERPRET", None)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+        executor.submit(os.getpid).result()  # starts the worker while the variable is unset
+        if kept is not None:
+            os.environ["TRITON_INTERPRET"] = kept
+        yield executor

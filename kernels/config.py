@@ -14,13 +14,14 @@ from typing import Literal
 VECTOR_BYTES = 16
 # Triton refuses a tile of more elements (triton.language.core.TRITON_MAX_TENSOR_NUMEL).
 MAX_TILE_NUMEL = 1 << 20
-# A band of row pieces held in registers: 64 KiB over 512 threads is 32 registers a thread for data,
-# which leaves room for addresses under the 128 that 16 warps may use (58 in all, compiled for
-# sm_100 with Triton 3.8).
-MAX_BAND_BYTES = 64 * 1024
 MAX_WARPS = 16
-# Bytes of tile that one thread of a copying kernel holds.
+WARP = 32
+# What one thread of a copying kernel may hold of its tile, under the 128 registers that 16 warps
+# leave it.  Rows that start on 16-byte borders: bytes (96 registers in all, compiled for sm_90 and
+# sm_100 with Triton 3.8).  Other rows: elements, since each then has addresses of its own (120
+# registers; 32 elements would spill).
 BYTES_PER_THREAD = 128
+SCALARS_PER_THREAD = 16
 # Programs that a copying kernel aims for: two on each of B200's 148 SMs.
 TARGET_PROGRAMS = 296
 
@@ -130,24 +131,34 @@ def _gemm_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
 def _reassemble_fits(config: ReassembleConfig, shape: ReassembleShape) -> bool:
     if not (_power_of_2(config.block_rows) and _power_of_2(config.block_s)):
         return False
-    if config.block_rows * config.block_s > MAX_TILE_NUMEL:
-        return False
-    if config.block_rows * config.block_s * shape.itemsize > MAX_BAND_BYTES:
+    # Which is far below MAX_TILE_NUMEL.
+    if config.block_rows * config.block_s > WARP * config.num_warps * _thread_elements(shape):
         return False
     return config.kind != "band" or config.block_rows >= shape.ranks * shape.rows
 
 
+def _thread_elements(shape: ReassembleShape) -> int:
+    """How many elements of a copying program's tile one thread may hold."""
+    if shape.shard * shape.itemsize % VECTOR_BYTES:
+        return SCALARS_PER_THREAD
+    return BYTES_PER_THREAD // shape.itemsize
+
+
 def default_gemm(shape: GemmShape) -> GemmConfig:
-    """The untuned choice: right everywhere, within the limits of every arch in `ARCHS`."""
+    """The untuned choice: right everywhere, within the limits of every arch in `ARCHS`, and without
+    a spill on them for operands whose columns are contiguous (Triton 3.8).
+    """
+    # Triton uses wide accesses only along extents that are multiples of 16; single elements need
+    # more registers for addresses, hence smaller tiles or more threads.
+    wide_loads, wide_stores = shape.hidden % 16 == 0, shape.shard % 16 == 0
+    least = max(16, next_power_of_2(shape.rows))
     if (
         shape.itemsize >= 4
     ):  # no tensor core keeps full fp32, so these run on the plain units, in small tiles
-        block_t = min(32, max(16, next_power_of_2(shape.rows)))
-        return GemmConfig(block_t, block_v=64, block_h=32, num_warps=4, num_stages=2)
-    block_t = min(128, max(16, next_power_of_2(shape.rows)))
-    return GemmConfig(
-        block_t, block_v=128, block_h=64, num_warps=8 if block_t > 32 else 4, num_stages=3
-    )
+        return GemmConfig(min(32, least), block_v=64, block_h=32, num_warps=4, num_stages=3)
+    block_t = min(128 if wide_loads and wide_stores else 64, least)
+    num_warps = 4 if wide_loads and block_t <= 64 else 8
+    return GemmConfig(block_t, block_v=128, block_h=64, num_warps=num_warps, num_stages=3)
 
 
 def default_reassemble(shape: ReassembleShape, in_place: bool) -> ReassembleConfig:
@@ -156,31 +167,29 @@ def default_reassemble(shape: ReassembleShape, in_place: bool) -> ReassembleConf
     in registers.
     """
     vector = max(1, VECTOR_BYTES // shape.itemsize)
-    pieces = next_power_of_2(shape.ranks * shape.rows)
     if not in_place:
         return _copy_config(shape, vector)
-    if pieces * vector * shape.itemsize > MAX_BAND_BYTES:
+    pieces = next_power_of_2(shape.ranks * shape.rows)
+    most = WARP * MAX_WARPS * _thread_elements(shape)
+    if pieces * vector > most:
         # 16 pieces in flight of 32 lanes times 16 bytes.
-        return ReassembleConfig("cycle", block_rows=16, block_s=32 * vector, num_warps=4)
+        tile = 16, WARP * vector
+        return ReassembleConfig("cycle", *tile, max(4, _warps(tile, shape)))
     # Narrower than 32 lanes of 16 bytes in all would leave lanes with less than a full access.
-    block_s = max(vector, 32 * vector // pieces)
-    while (
-        pieces * block_s * 2 * shape.itemsize <= MAX_BAND_BYTES // 2
-        and block_s * 2 * TARGET_PROGRAMS <= shape.shard
-    ):
+    block_s = max(vector, WARP * vector // pieces)
+    while pieces * block_s * 2 <= most // 2 and block_s * 2 * TARGET_PROGRAMS <= shape.shard:
         block_s *= 2
-    return ReassembleConfig("band", pieces, block_s, _warps(pieces * block_s * shape.itemsize))
+    return ReassembleConfig("band", pieces, block_s, _warps((pieces, block_s), shape))
 
 
 def _copy_config(shape: ReassembleShape, vector: int) -> ReassembleConfig:
     block_rows = min(8, next_power_of_2(shape.rows))
-    block_s = 32 * vector
+    block_s = WARP * vector
     while block_s > vector and block_s // 2 >= shape.shard:
         block_s //= 2
-    return ReassembleConfig(
-        "copy", block_rows, block_s, _warps(block_rows * block_s * shape.itemsize)
-    )
+    return ReassembleConfig("copy", block_rows, block_s, _warps((block_rows, block_s), shape))
 
 
-def _warps(tile_bytes: int) -> int:
-    return max(1, min(MAX_WARPS, next_power_of_2(tile_bytes // (32 * BYTES_PER_THREAD))))
+def _warps(tile: tuple[int, int], shape: ReassembleShape) -> int:
+    """The fewest warps whose threads may hold the tile."""
+    return max(1, min(MAX_WARPS, tile[0] * tile[1] // (WARP * _thread_elements(shape))))

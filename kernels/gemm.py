@@ -19,6 +19,8 @@ import triton.language as tl
 from . import tiles
 from .config import GemmConfig, GemmShape, default_gemm
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @triton.jit
 def epilogue(
@@ -34,7 +36,7 @@ def epilogue(
 ):
     """+ bias, * scale, then softcap (cap * tanh(x / cap)): the contract's order, all in fp32."""
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)[:, None]
+        acc += tiles.widen(tl.load(bias_ptr + columns, mask=live, other=0.0))[:, None]
     if HAS_SCALE:
         acc *= scale
     if HAS_SOFTCAP:
@@ -154,8 +156,8 @@ def gemm(
 
     hidden [T, H] and weight [S, H] share a dtype (bf16, fp16, fp32) and may have any strides; bias
     [S] is any float dtype, contiguous.  `out` [T, S] is bf16, fp16 or fp32 with contiguous columns;
-    its row stride may exceed S. T = 0 launches nothing.  Returns `out`.  Raises ValueError with the
-    shapes where they do not agree.
+    its row stride may exceed S. T = 0 launches nothing.  Returns `out`.  Raises ValueError or
+    TypeError, with the shapes and dtypes, where they do not agree.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -164,13 +166,25 @@ def gemm(
         )
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype} but weight is {weight.dtype}")
+    if hidden.dtype not in _FLOATS or out.dtype not in _FLOATS:
+        raise TypeError(
+            f"hidden and out must be bfloat16, float16 or float32, got {hidden.dtype} and "
+            f"{out.dtype}"
+        )
     if out.shape != (hidden.shape[0], weight.shape[0]) or (out.shape[1] > 1 and out.stride(1) != 1):
         raise ValueError(
             f"out must be [{hidden.shape[0]}, {weight.shape[0]}] with contiguous columns, "
             f"got {tuple(out.shape)} with strides {out.stride()}"
         )
+    if not tiles.writable(out):
+        raise ValueError(f"out's rows overlap: {tuple(out.shape)} with strides {out.stride()}")
     if bias is not None and (bias.shape != (weight.shape[0],) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)} with strides "
+            f"{bias.stride()}"
+        )
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(f"bias must be a float tensor, got {bias.dtype}")
     if hidden.shape[0] == 0:
         return out
     if config is None:

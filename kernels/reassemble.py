@@ -28,7 +28,13 @@ from . import tiles
 from .config import ReassembleConfig, ReassembleShape, default_reassemble
 
 # Elements are moved as the integer type of their size.
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    if dtype.itemsize not in _CARRIERS:
+        raise TypeError(f"elements of {dtype.itemsize} bytes ({dtype}) cannot be reassembled")
+    return _CARRIERS[dtype.itemsize]
 
 
 @triton.jit
@@ -37,9 +43,11 @@ def _band_kernel(
     N,
     B,
     S,
+    UNIT: tl.constexpr,  # divides S; see tiles.unit
     BLOCK_ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    S = S // UNIT * UNIT
     piece = tl.arange(0, BLOCK_ROWS)
     source = tiles.offset(piece, S)[:, None]
     target = tiles.offset((piece % B) * N + piece // B, S)[:, None]
@@ -60,9 +68,11 @@ def _cycle_kernel(
     start_ptr,  # [cycles + 1] int32, read: where each cycle begins in `order`
     cycles,
     S,
+    UNIT: tl.constexpr,  # divides S; see tiles.unit
     BLOCK_ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    S = S // UNIT * UNIT
     bands = tl.cdiv(S, BLOCK_S)
     for task in range(tl.program_id(0), cycles * bands, tl.num_programs(0)):
         column = (task % bands) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -101,9 +111,15 @@ def _copy_kernel(
     B,
     S,
     V,
+    UNIT: tl.constexpr,  # divides S, V and the strides; see tiles.unit
     BLOCK_ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
+    received_stride_n = received_stride_n // UNIT * UNIT
+    received_stride_b = received_stride_b // UNIT * UNIT
+    out_stride_b = out_stride_b // UNIT * UNIT
+    S = S // UNIT * UNIT
+    V = V // UNIT * UNIT
     bands = tl.cdiv(S, BLOCK_S)
     groups = tl.cdiv(B, BLOCK_ROWS)
     for task in range(tl.program_id(0), N * groups * bands, tl.num_programs(0)):
@@ -125,8 +141,8 @@ def cycles(ranks: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
     `device`.
 
     Longest first, so that the last programs to start have the least to do; pieces that stay are
-    left out.  Kept per (N, B, device), since a captured graph must find the very same memory; call
-    once before a capture.
+    left out.  Kept per (N, B, device) for a while: walking the cycles takes a second per million
+    pieces.
     """
     pieces = ranks * rows
     seen = bytearray(pieces)
@@ -154,6 +170,24 @@ def cycles(ranks: int, rows: int, device: torch.device) -> tuple[torch.Tensor, t
     )
 
 
+# Tables that captured CUDA graphs read.  A replay must find this very memory or it writes anywhere,
+# so these outlive what `cycles` keeps.
+_captured: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _table(ranks: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cycles`, kept for good once a graph is captured over it; made by a call before the
+    capture.
+    """
+    key = ranks, rows, device
+    if key in _captured:
+        return _captured[key]
+    table = cycles(*key)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[key] = table
+    return table
+
+
 def launch_reassemble(
     data: torch.Tensor, ranks: int, rows: int, shard: int, config: ReassembleConfig
 ) -> None:
@@ -165,12 +199,13 @@ def launch_reassemble(
             N=ranks,
             B=rows,
             S=shard,
+            UNIT=tiles.unit(shard),
             BLOCK_ROWS=config.block_rows,
             BLOCK_S=config.block_s,
             num_warps=config.num_warps,
         )
         return
-    order, start = cycles(ranks, rows, data.device)
+    order, start = _table(ranks, rows, data.device)
     count = start.numel() - 1
     _cycle_kernel[tiles.grid(count * bands)](
         data_ptr=data,
@@ -178,6 +213,7 @@ def launch_reassemble(
         start_ptr=start,
         cycles=count,
         S=shard,
+        UNIT=tiles.unit(shard),
         BLOCK_ROWS=config.block_rows,
         BLOCK_S=config.block_s,
         num_warps=config.num_warps,
@@ -198,6 +234,7 @@ def launch_copy(received: torch.Tensor, out: torch.Tensor, config: ReassembleCon
         B=rows,
         S=shard,
         V=vocab,
+        UNIT=tiles.unit(shard, vocab, *received.stride()[:2], out.stride(0)),
         BLOCK_ROWS=config.block_rows,
         BLOCK_S=config.block_s,
         num_warps=config.num_warps,
@@ -209,7 +246,8 @@ def reassemble(received: torch.Tensor, config: ReassembleConfig | None = None) -
     N*S], row-major.
 
     Nothing is launched where the memory is right as it stands (N == 1, B == 1, or no elements).
-    Raises ValueError for strided input: what is permuted in place must be one block.
+    Raises ValueError for strided input: what is permuted in place must be one block; TypeError for
+    elements of another size.
     """
     if received.dim() != 3 or not received.is_contiguous():
         raise ValueError(
@@ -220,7 +258,7 @@ def reassemble(received: torch.Tensor, config: ReassembleConfig | None = None) -
     logits = received.view(rows, ranks * shard)
     if ranks == 1 or rows <= 1 or received.numel() == 0:
         return logits
-    data = received.view(-1).view(_CARRIER[received.element_size()])
+    data = received.view(-1).view(_carrier(received.dtype))
     if config is None:
         shape = ReassembleShape(ranks, rows, shard, received.element_size())
         config = default_reassemble(shape, in_place=True)
@@ -236,7 +274,7 @@ def reassemble_into(
 
     Both may have any row strides, but contiguous columns; they must not overlap.  Equal dtypes are
     moved bit for bit; otherwise both are bf16, fp16 or fp32 and the cast rounds to nearest even.
-    Returns `out`.
+    Returns `out`.  Raises ValueError or TypeError, with the numbers, for what does not fit.
     """
     if received.dim() != 3 or out.dim() != 2 or received.shape[1] != out.shape[0]:
         raise ValueError(
@@ -251,10 +289,12 @@ def reassemble_into(
     for name, tensor in (("received", received), ("out", out)):
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have contiguous columns, got strides {tensor.stride()}")
+    if not tiles.writable(out):
+        raise ValueError(f"out's rows overlap: {tuple(out.shape)} with strides {out.stride()}")
     if out.numel() == 0:
         return out
     if received.dtype == out.dtype:
-        carrier = _CARRIER[out.element_size()]
+        carrier = _carrier(out.dtype)
         received, target = received.view(carrier), out.view(carrier)
     else:
         floats = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,8 +1,9 @@
 """The LM head for models whose attention is data-parallel: one all-to-all, reassembled in place.
 
-    LMHead           the head as a module: own hidden rows in, own rows' logits over the whole
-    vocabulary out exchange         the same exchange under a caller's own GEMM Workspace
-    kept buffers for `exchange` CollectiveError  what a failed or timed-out collective raises
+    LMHead           the head as a module: own rows in, their logits over the whole vocabulary out
+    exchange         the same exchange under a caller's own GEMM
+    Workspace        kept buffers for `exchange`
+    CollectiveError  what a failed or timed-out collective raises
 
 Importing this registers torch.ops.lmhead.logits and torch.ops.lmhead.exchange; it touches no device
 and no group.

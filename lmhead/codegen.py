@@ -32,6 +32,8 @@ POINTERS = {
     "int16": "*i16",
     "int32": "*i32",
 }
+# Opcodes that write global memory; STS and LDGSTS write shared memory.
+GLOBAL_STORES = ("STG", "ST.", "UTMASTG")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Report:
                 f"{self.tensor_memory_columns} columns of tensor memory, the limit is "
                 f"{arch.tensor_memory_columns}"
             )
-        if not self.count("ST"):
+        if not any(opcode.startswith(GLOBAL_STORES) for opcode in self.counts):
             found.append(f"an empty body ({self.instructions} instructions, no store)")
         return found
 
@@ -144,12 +146,14 @@ def compile_gemm(
     bias: str | None = None,
     scaled: bool = False,
     softcapped: bool = False,
-    aligned: bool = True,
+    wide_loads: bool = True,
+    wide_stores: bool = True,
 ) -> Report:
     """The GEMM as `gemm.launch_gemm` would launch it for contiguous operands; dtypes by torch's
     names.
 
-    `aligned`: H and S are multiples of 16, so that rows start on 16-byte borders.
+    `wide_loads`: H is a multiple of 16, so that operand rows start on 16-byte borders;
+    `wide_stores`: S is.
     """
     arguments = {
         "hidden_ptr": POINTERS[operands],
@@ -176,7 +180,8 @@ def compile_gemm(
         "BLOCK_H": config.block_h,
     }
     pointers = ("hidden_ptr", "weight_ptr", "bias_ptr", "partial_ptr")
-    sizes = ("hidden_stride_t", "weight_stride_s", "partial_stride_t", "S", "H") if aligned else ()
+    sizes = ("hidden_stride_t", "weight_stride_s", "H") if wide_loads else ()
+    sizes += ("partial_stride_t", "S") if wide_stores else ()
     return compile_kernel(
         gemm._gemm_kernel,
         arch,
@@ -194,15 +199,16 @@ def compile_reassemble(
     *,
     source: str = "int16",
     out: str | None = None,
-    aligned: bool = True,
+    unit: int = 16,
 ) -> Report:
     """A reassembly kernel; `source` and `out` are the dtypes as they are moved (bf16 in place moves
     as int16).
 
-    `aligned`: S and V are multiples of 16.
+    `unit`: the largest power of two up to 16 that divides S, V and the strides.
     """
-    constants = {"BLOCK_ROWS": config.block_rows, "BLOCK_S": config.block_s}
-    sizes = ("S", "V", "received_stride_n", "received_stride_b", "out_stride_b") if aligned else ()
+    constants = {"UNIT": unit, "BLOCK_ROWS": config.block_rows, "BLOCK_S": config.block_s}
+    sizes = ("S", "V", "received_stride_n", "received_stride_b", "out_stride_b")
+    sizes = sizes if unit % 16 == 0 else ()
     pointers = ("data_ptr", "received_ptr", "out_ptr", "order_ptr", "start_ptr")
     if config.kind == "band":
         kernel = reassemble._band_kernel

@@ -141,12 +141,11 @@ class Comm:
             fields, error=None if error is None else f"{type(error).__name__}: {error}"[:2000]
         )
         data = json.dumps(said).encode()
-        if (
-            len(data) > CHECK_BYTES
-        ):  # not enough room to compare fields: say so, rather than send half of them
-            data = json.dumps(
-                {"error": said["error"] or f"check of {len(data)} bytes is too long"}
-            ).encode()
+        if len(data) > CHECK_BYTES:
+            # Not enough room to compare fields: say so, rather than send half of them.  JSON may
+            # spend six bytes on a character.
+            text = said["error"] or f"check of {len(data)} bytes is too long"
+            data = json.dumps({"error": text[: CHECK_BYTES // 8]}).encode()
         own = torch.zeros(CHECK_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = torch.empty(self.ranks * CHECK_BYTES, dtype=torch.uint8, device=device)

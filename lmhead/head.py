@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,7 @@ class LMHead(nn.Module):
         self.weight = _parameter(weight_shard)
         self.bias = None if bias is None else _parameter(bias)
         self._check_calls = ops.checking()
+        self._settled: tuple[object, ...] | None = None
         self._settle(check_finite)
 
     @classmethod
@@ -137,14 +139,25 @@ class LMHead(nn.Module):
         vocab_size = weight.shape[0] if vocab_size is None else vocab_size
         comm = Comm(group, weight.device)
         with torch.no_grad():
-            shard, bias_shard = (
-                None
-                if full is None
-                else shapes.shard_weight(
-                    full.detach(), comm.ranks, comm.rank, vocab_size=vocab_size, multiple=multiple
+            try:
+                shard, bias_shard = (
+                    None
+                    if full is None
+                    else shapes.shard_weight(
+                        full.detach(),
+                        comm.ranks,
+                        comm.rank,
+                        vocab_size=vocab_size,
+                        multiple=multiple,
+                    )
+                    for full in (weight, bias)
                 )
-                for full in (weight, bias)
-            )
+            except ValueError as error:
+                # The other ranks wait in their constructor's check, so the mistake is told there.
+                comm.agree(
+                    {}, error, Call("constructor", (), 0, str(weight.dtype), 0), weight.device
+                )
+                raise
             assert shard is not None
             if copy:
                 shard = shard.clone()
@@ -183,6 +196,7 @@ class LMHead(nn.Module):
         `close`.
         """
         if torch.compiler.is_compiling():
+            self._open()
             return self._forward_compiled(hidden, row_counts, out)
         return self._call(hidden, row_counts, out, gathered=False)
 
@@ -216,7 +230,9 @@ class LMHead(nn.Module):
         device = self.weight.device
         before = _free_bytes(device)
         moved = self._comm.warm_up(device)
-        wanted = [self._entry(entry) for entry in entries]
+        wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
+        largest = max(counts.largest for counts in wanted)
+        ops.reserve_gather(self._comm, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
             hidden = torch.zeros(
                 (counts.own, self.weight.shape[1]), dtype=self.weight.dtype, device=device
@@ -249,15 +265,6 @@ class LMHead(nn.Module):
             f"softcap={self.softcap}"
         )
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """`.to()` and its kin may change device and dtype: what was settled for the old ones is
-        settled anew, in the next call, on every rank alike.
-        """
-        super()._apply(fn, recurse)
-        self._settled = False
-        self._warmed.clear()
-        return self
-
     def _settle(self, check_finite: bool = False) -> None:
         """Validate the head as it now stands, with all ranks; they go on together or raise
         together.
@@ -276,7 +283,7 @@ class LMHead(nn.Module):
                 "wire_dtype": str(self._wire_dtype),
                 "bias": self.bias is not None,
                 "scale": float(self.scale),
-                "softcap": self.softcap,
+                "softcap": None if self.softcap is None else float(self.softcap),
                 "kernels": self._kernels,
                 "route": self._route.name,
                 "LMHEAD_CHECK": self._check_calls,
@@ -287,11 +294,19 @@ class LMHead(nn.Module):
             "constructor",
             (),
             self.weight.shape[0] if self.weight.dim() else 0,
-            str(self.weight.dtype),
+            str(self.weight.dtype).removeprefix("torch."),
             0,
         )
         self._comm.agree(fields, error, call, self.weight.device)
-        self._settled = True
+        self._settled = self._form()
+
+    def _form(self) -> tuple[object, ...]:
+        """What a call must find as it was settled: `.to()`, `load_state_dict(assign=True)` and
+        assigned parameters change it, on every rank alike; the next call then settles anew.
+        """
+        weight, bias = self.weight, self.bias
+        form = (weight.shape, weight.dtype, weight.device)
+        return form if bias is None else (*form, bias.shape, bias.dtype, bias.device)
 
     def _validate(self, check_finite: bool) -> None:
         shapes.check_weight(self.weight, self.bias)
@@ -335,14 +350,19 @@ class LMHead(nn.Module):
         gathered: bool,
         warming: bool = False,
     ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _untraced(
+                LMHead._call, self, hidden, row_counts, out, gathered=gathered, warming=warming
+            )
         self._open()
         capturing = ops.is_capturing(self.weight.device)
-        if not self._settled:
+        if self._settled != self._form():
             if capturing:
                 raise RuntimeError(
                     "the head was moved or cast after its last call: call warmup(rows) before "
                     "capturing"
                 )
+            self._warmed.clear()
             self._settle()
         self._calls += 1
         plan, error = None, None
@@ -383,6 +403,7 @@ class LMHead(nn.Module):
     ) -> Plan:
         what = "gathered" if gathered else "hidden"
         shapes.check_hidden(hidden, self.weight, what)
+        shapes.check_no_grad(bias=self.bias)
         ranks, rank = self._comm.ranks, self._comm.rank
         if gathered:
             rows = shapes.gathered_rows(hidden.shape[0], row_counts, ranks, rank, what)
@@ -400,7 +421,8 @@ class LMHead(nn.Module):
             "row_counts": list(counts),
             "gathered": gathered,
         }
-        call = Call("check", counts, self.shard, str(self._wire_dtype), self._calls)
+        dtype = str(self._wire_dtype).removeprefix("torch.")
+        call = Call("check", counts, self.shard, dtype, self._calls)
         self._comm.agree(fields, error, call, self.weight.device)
 
     def _require_warm(self, key: tuple[tuple[int, ...], int | None]) -> None:
@@ -419,8 +441,13 @@ class LMHead(nn.Module):
         self, hidden: torch.Tensor, row_counts: Sequence[int] | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         """In compiled code the head is one opaque operator; it resolves the group by name when it
-        runs.
+        runs.  Dtypes follow the weight as it is now: `.to()` settles nothing before an eager call.
         """
+        logits_dtype, wire_dtype = shapes.resolve_dtypes(
+            self.weight.dtype, self._asked_logits, self._asked_wire
+        )
+        shapes.check_no_grad(hidden=hidden, weight=self.weight, bias=self.bias)
+        shapes.check_out(out, hidden.shape[0], self.vocab_size, logits_dtype, hidden.device)
         logits: torch.Tensor = torch.ops.lmhead.logits(
             hidden,
             self.weight,
@@ -430,11 +457,11 @@ class LMHead(nn.Module):
             self._comm.ranks,
             float(self.scale),
             self.softcap,
-            self._logits_dtype,
-            self._wire_dtype,
+            logits_dtype,
+            wire_dtype,
             row_counts,
-            self._kernels,
-            "" if self._route.name == "local" else self._route.name,
+            self._asked_kernels or "",
+            self._asked_route or "",
         )
         return logits if out is None else out.copy_(logits)
 
@@ -475,6 +502,19 @@ def exchange(
 
     Raises as `LMHead.forward` does.
     """
+    if torch.compiler.is_compiling():
+        return _untraced(
+            exchange,
+            partial,
+            vocab_size=vocab_size,
+            group=group,
+            row_counts=row_counts,
+            logits_dtype=logits_dtype,
+            out=out,
+            workspace=workspace,
+            route=route,
+            kernels=kernels,
+        )
     comm = Comm(group, partial.device)
     number = next(_exchange_calls)
     plan, error = None, None
@@ -486,27 +526,11 @@ def exchange(
         shapes.check_no_overlap(out, partial=partial)
     except (ValueError, TypeError) as caught:
         error = caught
-    if ops.checking() and not ops.is_capturing(partial.device):
-        fields: dict[str, object] = {}
-        if plan is not None:
-            fields = {
-                "op": "exchange",
-                "vocab_size": vocab_size,
-                "row_counts": list(plan.rows.counts),
-                "shard": plan.shard,
-                "dtype": str(plan.wire_dtype),
-                "route": plan.route.name,
-            }
-        comm.agree(
-            fields,
-            error,
-            Call("check", (), partial.shape[-1], str(partial.dtype), number),
-            partial.device,
-        )
-    if error is not None:
-        raise error
+    ops.check_call(comm, plan, error, "exchange", number, partial.device)
     assert plan is not None
     work = Workspace() if workspace is None else workspace
+    if ops.is_capturing(partial.device):
+        work.pin()
     if not partial.is_contiguous():
         kept = work.take("contiguous partial", partial.numel(), partial.dtype, partial.device)
         partial = kept.view(partial.shape).copy_(partial)
@@ -518,6 +542,14 @@ def exchange(
         number,
     )
     return ops.run_exchange(comm, plan, work, partial, out=out, call=call)
+
+
+def _untraced(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A graph break where compiled code comes to what has no operator: a tracer that took the
+    collectives apart would leave ranks waiting for one that still compiles.
+    """
+    # Here and not as a decorator, which would load the compiler (a second) with the package.
+    return torch.compiler.disable(function)(*args, **kwargs)
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -8,6 +8,7 @@ that are the same shape arithmetic and never touch a group.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from lmhead.shapes import Rows
 from lmhead.workspace import Workspace
 
 KERNELS = ("triton", "torch")
+
+_op_calls = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,35 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def check_call(
+    comm: Comm,
+    plan: Plan | None,
+    error: Exception | None,
+    op: str,
+    number: int,
+    device: torch.device,
+) -> None:
+    """Raise `error`, what this rank found wrong with its call; under LMHEAD_CHECK=1 all ranks go on
+    with the same call, or all raise.  For calls that belong to no head.
+    """
+    if checking() and not is_capturing(device):
+        fields: dict[str, object] = {}
+        call = Call("check", (), 0, "", number)
+        if plan is not None:
+            call = Call("check", plan.rows.counts, plan.shard, _name(plan.wire_dtype), number)
+            fields = {
+                "op": op,
+                "vocab_size": plan.vocab_size,
+                "row_counts": list(plan.rows.counts),
+                "shard": plan.shard,
+                "dtype": call.dtype,
+                "route": plan.route.name,
+            }
+        comm.agree(fields, error, call, device)
+    if error is not None:
+        raise error
+
+
 def run_gather(
     comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
 ) -> torch.Tensor:
@@ -112,6 +144,14 @@ def run_gather(
         closed[start : start + count].copy_(block[:count])
         start += count
     return closed
+
+
+def reserve_gather(comm: Comm, largest: int, work: Workspace, like: torch.Tensor) -> None:
+    """Keep the buffer that `run_gather` needs for strided hidden rows, which a warm-up by
+    contiguous ones does not reach.
+    """
+    if comm.ranks > 1:
+        work.take("own rows", largest * like.shape[1], like.dtype, like.device)
 
 
 def run_gemm(
@@ -283,25 +323,30 @@ def logits_op(
     group); `kernels` is "triton", "torch" or "" (by device), `route` "all_to_all", "all_gather" or
     "" (by the rules).  Temporaries come from the allocator.  Errors are those of `lmhead.LMHead`.
     """
-    shapes.check_weight(weight, bias)
-    shapes.check_hidden(hidden, weight)
-    shapes.check_epilogue(scale, softcap)
-    shapes.check_vocab(vocab_size, weight.shape[0], ranks)
-    logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
-    comm = _op_comm(group_name, ranks, hidden.device)
-    rows = shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank)
-    plan = Plan(
-        rows,
-        weight.shape[0],
-        vocab_size,
-        logits_dtype,
-        wire_dtype,
-        choose_kernels(kernels, hidden.device),
-        choose(comm.ranks, comm.backend, asked_route(route)),
-        scale,
-        softcap,
-    )
-    return run_logits(comm, plan, Workspace(), hidden, weight, bias)
+    comm, number = _op_comm(group_name, ranks, hidden.device), next(_op_calls)
+    plan, error = None, None
+    try:
+        shapes.check_weight(weight, bias)
+        shapes.check_hidden(hidden, weight)
+        shapes.check_epilogue(scale, softcap)
+        shapes.check_vocab(vocab_size, weight.shape[0], ranks)
+        logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
+        plan = Plan(
+            shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank),
+            weight.shape[0],
+            vocab_size,
+            logits_dtype,
+            wire_dtype,
+            choose_kernels(kernels, hidden.device),
+            choose(comm.ranks, comm.backend, asked_route(route)),
+            scale,
+            softcap,
+        )
+    except (ValueError, TypeError) as caught:
+        error = caught
+    check_call(comm, plan, error, "logits", number, hidden.device)
+    assert plan is not None
+    return run_logits(comm, plan, Workspace(), hidden, weight, bias, number=number)
 
 
 @logits_op.register_fake
@@ -345,16 +390,22 @@ def exchange_op(
 
     The rest as in `lmhead::logits`; errors are those of `lmhead.exchange`.
     """
-    comm = _op_comm(group_name, ranks, partial.device)
-    plan = exchange_plan(
-        comm, partial, vocab_size, _listed(row_counts), logits_dtype, kernels, route
-    )
-    if plan.rows.own != rows:
-        raise ValueError(
-            f"rows is {rows}, but rank {comm.rank} of {comm.ranks} has {plan.rows.own} of "
-            "partial's rows"
+    comm, number = _op_comm(group_name, ranks, partial.device), next(_op_calls)
+    plan, error = None, None
+    try:
+        plan = exchange_plan(
+            comm, partial, vocab_size, _listed(row_counts), logits_dtype, kernels, route
         )
-    call = Call("exchange", plan.rows.counts, plan.shard, _name(plan.wire_dtype), 0)
+        if plan.rows.own != rows:
+            raise ValueError(
+                f"rows is {rows}, but rank {comm.rank} of {comm.ranks} has {plan.rows.own} of "
+                "partial's rows"
+            )
+    except (ValueError, TypeError) as caught:
+        error = caught
+    check_call(comm, plan, error, "exchange", number, partial.device)
+    assert plan is not None
+    call = Call("exchange", plan.rows.counts, plan.shard, _name(plan.wire_dtype), number)
     return run_exchange(comm, plan, Workspace(), partial.contiguous(), call=call)
 
 

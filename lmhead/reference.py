@@ -92,9 +92,11 @@ def reassemble_into(received: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """received [N, B, S] -> out [B, V], V <= N*S: drops the padding columns, casts to out's dtype.
     Returns `out`.
     """
-    ranks, _, shard = received.shape
-    vocab = out.shape[1]
-    for n in range(min(ranks, -(-vocab // shard))):
-        stop = min((n + 1) * shard, vocab)
-        out[:, n * shard : stop].copy_(received[n, :, : stop - n * shard])
+    shard, vocab = received.shape[2], out.shape[1]
+    whole = vocab // shard  # ranks that have no padding
+    if whole:
+        blocks = received[:whole].transpose(0, 1)
+        out[:, : whole * shard].unflatten(1, (whole, shard)).copy_(blocks)
+    if vocab > whole * shard:
+        out[:, whole * shard :].copy_(received[whole, :, : vocab - whole * shard])
     return out

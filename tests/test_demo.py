@@ -33,7 +33,7 @@ def lmhead(*arguments: str, command: list[str] | None = None) -> subprocess.Comp
 
 
 def children(pid: int) -> list[int]:
-    """Living processes started by `pid` that hold a rank (not multiprocessing's resource tracker)."""
+    """Living processes started by `pid` that hold a rank (not the resource tracker)."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [
         int(child)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -148,9 +150,23 @@ def test_everything_imports_without_gpu_group_or_interpreter(tmp_path: Path) -> 
     assert int(done.stdout) >= len(ALLOWED) - 1 + 4
 
 
-def test_a_wheel_would_hold_one_top_level_name() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert 'packages = ["lmhead", "lmhead.kernels", "lmhead.bench"]' in text
+def test_a_wheel_holds_one_top_level_name_and_the_kernels(tmp_path: Path) -> None:
+    """A top-level package named `kernels` would hide the Hugging Face package of that name."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for file in files:  # a copy, so that no build folder is left in the checkout
+        target = tmp_path / "source" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not (ROOT / file).is_dir():
+            shutil.copy(ROOT / file, target)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run([*build, "-w", str(tmp_path)], cwd=tmp_path / "source", check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"lmhead"}
+    assert {f"lmhead/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")} <= set(names)
 
 
 def test_importing_twice_is_harmless() -> None:

@@ -228,6 +228,9 @@ class LMHead(nn.Module):
         if not entries:
             raise ValueError("warmup needs at least one row count")
         device = self.weight.device
+        if ops.is_capturing(device):
+            raise RuntimeError("warmup cannot run inside a capture: call it before")
+        self._workspace.capturing(False)
         before = _free_bytes(device)
         moved = self._comm.warm_up(device)
         wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
@@ -378,6 +381,7 @@ class LMHead(nn.Module):
         key = (plan.rows.counts, None if out is None else out.stride(0))
         if capturing:
             self._require_warm(key)
+        self._workspace.capturing(capturing)
         self._last_route = plan.route
         result = ops.run_logits(
             self._comm,
@@ -435,7 +439,6 @@ class LMHead(nn.Module):
                 f"warmup(rows=[{rows}]{extra}) before the "
                 "capture, so that no collective is set up and no kernel compiled inside it"
             )
-        self._workspace.pin()
 
     def _forward_compiled(
         self, hidden: torch.Tensor, row_counts: Sequence[int] | None, out: torch.Tensor | None
@@ -515,6 +518,8 @@ def exchange(
             route=route,
             kernels=kernels,
         )
+    if not isinstance(partial, torch.Tensor):
+        raise TypeError(f"partial must be a tensor, got {type(partial).__name__}")
     comm = Comm(group, partial.device)
     number = next(_exchange_calls)
     plan, error = None, None
@@ -528,9 +533,10 @@ def exchange(
         error = caught
     ops.check_call(comm, plan, error, "exchange", number, partial.device)
     assert plan is not None
-    work = Workspace() if workspace is None else workspace
-    if ops.is_capturing(partial.device):
-        work.pin()
+    work = Workspace()
+    if workspace is not None:
+        work = workspace
+        work.capturing(ops.is_capturing(partial.device))
     if not partial.is_contiguous():
         kept = work.take("contiguous partial", partial.numel(), partial.dtype, partial.device)
         partial = kept.view(partial.shape).copy_(partial)

@@ -218,6 +218,8 @@ def check_epilogue(scale: float, softcap: float | None) -> None:
 
 def check_hidden(hidden: torch.Tensor, weight: torch.Tensor, what: str = "hidden") -> None:
     """hidden [rows, H] with the weight's H, dtype and device; nothing that wants a gradient."""
+    if not isinstance(hidden, torch.Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(hidden).__name__}")
     if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"{what} must be [rows, {weight.shape[1]}], got {tuple(hidden.shape)}")
     if hidden.dtype != weight.dtype:

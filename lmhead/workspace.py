@@ -21,25 +21,35 @@ class Workspace:
         # after a capture stays.
         self._pinned: list[torch.Tensor] = []
         self._captured = False
+        self._frozen = False
 
     def take(
         self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A flat [numel] tensor of `dtype` on `device`; allocates only if the purpose's buffer is
-        too small.
+        too small, and raises RuntimeError if that happens while a graph is captured.
         """
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.numel() < nbytes or buffer.device != device:
+            if self._frozen:
+                held = 0 if buffer is None else buffer.numel()
+                raise RuntimeError(
+                    f"the workspace holds {held} of the {nbytes} bytes that {purpose!r} needs, and "
+                    "a graph is being captured: make the same call once before the capture"
+                )
             if buffer is not None and self._captured:
                 self._pinned.append(buffer)
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._buffers[purpose] = buffer
         return buffer[:nbytes].view(dtype)
 
-    def pin(self) -> None:
-        """Say that a graph is being captured over these buffers: from now on none is given back."""
-        self._captured = True
+    def capturing(self, now: bool) -> None:
+        """Say whether a graph is being captured over these buffers: while it is, none may grow, and
+        from then on none is given back.
+        """
+        self._frozen = now
+        self._captured = self._captured or now
 
     def bytes(self) -> dict[str, int]:
         """Bytes held, by purpose."""

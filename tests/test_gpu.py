@@ -23,7 +23,7 @@ from probes import offset_probe, round_probe, tanh_probe
 
 import lmhead
 from lmhead.kernels import gemm, reassemble, tiles
-from lmhead.kernels.config import GemmConfig, ReassembleConfig, next_power_of_2
+from lmhead.kernels.config import GemmConfig, ReassembleConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -55,20 +55,18 @@ def test_reassembly_in_place(shape: tuple[int, int, int], dtype: torch.dtype) ->
     assert_same_bits(got, want)
 
 
-def test_h6_every_config_moves_the_same_bytes() -> None:
+@pytest.mark.parametrize("warps", [1, 4, 16])
+@pytest.mark.parametrize("block_s", [1, 8, 64, 256])
+def test_h6_every_config_moves_the_same_bytes(block_s: int, warps: int) -> None:
     source = addresses((8, 9, 530), torch.bfloat16).to(DEVICE)
     want = transposed(source)
-    pieces = next_power_of_2(8 * 9)
-    for block_s, warps in itertools.product((1, 8, 64, 256), (1, 4, 16)):
-        for kind, rows in (("band", pieces), ("band", 2 * pieces), ("cycle", 1), ("cycle", 16)):
-            config = ReassembleConfig(kind, rows, block_s, warps)
-            got = reassemble.reassemble(source.clone(), config)
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=str(config))
-            assert_same_bits(got, want)
-        for rows in (1, 8, 32):
-            out = torch.empty(9, 4000, dtype=torch.bfloat16, device=DEVICE)
-            reassemble.reassemble_into(source, out, ReassembleConfig("copy", rows, block_s, warps))
-            assert_same_bits(out, want[:, :4000].contiguous())
+    for kind, rows in (("band", 128), ("band", 256), ("cycle", 1), ("cycle", 16)):
+        config = ReassembleConfig(kind, rows, block_s, warps)
+        assert_same_bits(reassemble.reassemble(source.clone(), config), want)
+    for rows in (1, 8, 32):
+        out = torch.empty(9, 4000, dtype=torch.bfloat16, device=DEVICE)
+        reassemble.reassemble_into(source, out, ReassembleConfig("copy", rows, block_s, warps))
+        assert_same_bits(out, want[:, :4000].contiguous())
 
 
 @pytest.mark.parametrize("shape", [(8, 36, 16160), (64, 65, 2048)])
@@ -127,8 +125,8 @@ def test_rounding_is_torchs() -> None:
 
 
 def test_tanh_is_close_to_fp64() -> None:
-    x = torch.cat([torch.logspace(-38, 4, 1 << 13), torch.tensor([0.0, float("inf")])])
-    x = torch.cat([x, -x, torch.full((252 * 4 + 12,), float("nan"))])[: 17 * 1024].to(DEVICE)
+    x = torch.cat([torch.logspace(-37, 4, 8190), torch.tensor([0.0, float("inf")])])
+    x = torch.cat([x, -x, torch.full((1024,), float("nan"))]).to(DEVICE)
     out = torch.empty_like(x)
     tanh_probe[(x.numel() // 1024,)](x, out, BLOCK=1024)
     truth = torch.tanh(x.double())

@@ -791,6 +791,7 @@ def _capture(rank: int, ranks: int) -> list[str]:
         if answer.collectives:
             wrong.append(f"{what}: {answer.collectives} inside the capture")
 
+    refused("warmup", lambda: head.warmup(rows=2), "inside a capture")
     refused("4 rows", lambda: head(hidden[4]), "rows 4 are captured", "warmup(rows=[4])")
     refused("out", lambda: head(hidden[2], out=out), "warmup(rows=[2], out=that buffer)")
     gathered = hidden[4].repeat(ranks, 1)
@@ -835,6 +836,7 @@ def _capture(rank: int, ranks: int) -> list[str]:
     kept = [weakref.ref(buffer) for buffer in work._buffers.values()]
     with capturing():
         exchange(2)
+    refused("exchange", lambda: exchange(9), "once before the capture")
     exchange(9)
     if not kept or any(buffer() is None for buffer in kept):
         wrong.append("exchange gave a buffer back under a captured graph")

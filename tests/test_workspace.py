@@ -39,12 +39,13 @@ def test_a_buffer_grows_and_never_shrinks() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_outgrown_buffer_stays_only_for_a_captured_graph(captured: bool) -> None:
-    """A graph replays into the address that it saw: after `pin` that memory is never given back."""
+    """A graph replays into the address that it saw: after a capture that memory is never given back."""
     work = Workspace()
     address = work.take("partial", 4, torch.float32, CPU).data_ptr()
     buffer = weakref.ref(work._buffers["partial"])
     if captured:
-        work.pin()
+        work.capturing(True)
+        work.capturing(False)
     work.take("partial", 8, torch.float32, CPU)
     kept = buffer()
     assert (kept is not None and kept.data_ptr() == address) == captured
@@ -55,13 +56,26 @@ def test_an_outgrown_buffer_stays_only_for_a_captured_graph(captured: bool) -> N
 def test_clear_gives_everything_back() -> None:
     work = Workspace()
     work.take("partial", 4, torch.float32, CPU)
-    work.pin()
+    work.capturing(True)
+    work.capturing(False)
     work.take("partial", 8, torch.float32, CPU)
     work.clear()
     assert work.bytes() == {}
     work.take("partial", 4, torch.float32, CPU)
     work.take("partial", 8, torch.float32, CPU)
     assert work.bytes() == {"partial": 32}, "the pin went with the graphs"
+
+
+def test_no_buffer_grows_while_a_graph_is_captured() -> None:
+    work = Workspace()
+    work.take("partial", 4, torch.float32, CPU)
+    work.capturing(True)
+    assert work.take("partial", 4, torch.float32, CPU).numel() == 4
+    with pytest.raises(RuntimeError, match="holds 16 of the 32 bytes that 'partial' needs"):
+        work.take("partial", 8, torch.float32, CPU)
+    with pytest.raises(RuntimeError, match="once before the capture"):
+        work.take("received", 1, torch.float32, CPU)
+    assert work.bytes() == {"partial": 16}
 
 
 def test_another_device_gets_another_buffer() -> None:

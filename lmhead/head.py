@@ -131,10 +131,9 @@ class LMHead(nn.Module):
         rank's rows.
 
         `vocab_size` is the weight's rows by default; a weight padded elsewhere may have more.  S is
-        rounded up to
-        `multiple`.  The shard is a view of `weight`, so tied weights stay tied, except on a rank
-        that needs padding rows; `copy=True` copies it, so that the full weight can be freed.  The
-        other options are the constructor's.
+        rounded up to `multiple`.  The shard is a view of `weight`, so tied weights stay tied,
+        except on a rank that needs padding rows; `copy=True` copies it, so that the full weight can
+        be freed (and `torch.save` saves the shard alone).  The other options are the constructor's.
         """
         vocab_size = weight.shape[0] if vocab_size is None else vocab_size
         comm = Comm(group, weight.device)

@@ -39,7 +39,7 @@ def test_a_buffer_grows_and_never_shrinks() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_outgrown_buffer_stays_only_for_a_captured_graph(captured: bool) -> None:
-    """A graph replays into the address that it saw: after a capture that memory is never given back."""
+    """A graph replays into the address that it saw: that memory is never given back."""
     work = Workspace()
     address = work.take("partial", 4, torch.float32, CPU).data_ptr()
     buffer = weakref.ref(work._buffers["partial"])

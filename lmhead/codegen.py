@@ -180,7 +180,7 @@ def compile_gemm(
         "BLOCK_H": config.block_h,
     }
     pointers = ("hidden_ptr", "weight_ptr", "bias_ptr", "partial_ptr")
-    sizes = ("hidden_stride_t", "weight_stride_s", "H") if wide_loads else ()
+    sizes: tuple[str, ...] = ("hidden_stride_t", "weight_stride_s", "H") if wide_loads else ()
     sizes += ("partial_stride_t", "S") if wide_stores else ()
     return compile_kernel(
         gemm._gemm_kernel,
@@ -207,8 +207,9 @@ def compile_reassemble(
     `unit`: the largest power of two up to 16 that divides S, V and the strides.
     """
     constants = {"UNIT": unit, "BLOCK_ROWS": config.block_rows, "BLOCK_S": config.block_s}
-    sizes = ("S", "V", "received_stride_n", "received_stride_b", "out_stride_b")
-    sizes = sizes if unit % 16 == 0 else ()
+    sizes: tuple[str, ...] = ()
+    if unit % 16 == 0:
+        sizes = ("S", "V", "received_stride_n", "received_stride_b", "out_stride_b")
     pointers = ("data_ptr", "received_ptr", "out_ptr", "order_ptr", "start_ptr")
     if config.kind == "band":
         kernel = reassemble._band_kernel

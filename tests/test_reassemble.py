@@ -91,7 +91,7 @@ def test_in_place_by_bands(
     block_rows=st.sampled_from([4, 8, 16, 32]),
     block_s=st.sampled_from([16, 32, 64, 128]),
 )
-@quick(40)
+@quick(30)
 def test_in_place_by_cycles(
     shape: Shape, dtype: torch.dtype, block_rows: int, block_s: int
 ) -> None:
@@ -280,7 +280,7 @@ def out_of_place(
     margins=st.tuples(st.integers(0, 5), st.integers(0, 5)),
     nan=st.booleans(),
 )
-@quick(50)
+@quick(35)
 def test_out_of_place_drops_padding_and_takes_strides(
     shape: Shape,
     missing: int,
@@ -300,7 +300,7 @@ def test_out_of_place_drops_padding_and_takes_strides(
     block_rows=st.sampled_from([1, 2, 8, 32]),
     block_s=st.sampled_from([8, 16, 64, 128]),
 )
-@quick(25)
+@quick(15)
 def test_out_of_place_with_any_tile(
     shape: Shape, missing: int, block_rows: int, block_s: int
 ) -> None:
@@ -344,7 +344,7 @@ def test_casts_round_once_to_nearest_even(source: torch.dtype, target: torch.dty
     layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 1 << 30),
 )
-@quick(30)
+@quick(20)
 def test_casts_of_any_shape(
     shape: Shape, missing: int, cast: tuple[torch.dtype, torch.dtype], layout: str, seed: int
 ) -> None:

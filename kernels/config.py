@@ -22,6 +22,15 @@ WARP = 32
 # registers; 32 elements would spill).
 BYTES_PER_THREAD = 128
 SCALARS_PER_THREAD = 16
+# Shared memory that the barriers of a pipeline take beside the tiles (412 bytes warp-specialized,
+# Triton 3.8).
+BARRIER_BYTES = 1024
+# fp32 accumulators a thread can hold where they live in registers: 144 compile to 170 registers for
+# sm_90, 256 spill (Triton 3.8).
+MAX_ACCUMULATORS = 160
+# The innermost extent of one swizzled shared-memory row, and the most rows of one bulk load.
+SWIZZLE_BYTES = 128
+MAX_BULK_EXTENT = 256
 # Programs that a copying kernel aims for: two on each of B200's 148 SMs.
 TARGET_PROGRAMS = 296
 
@@ -46,8 +55,12 @@ ARCHS = {
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One GEMM program computes BLOCK_V vocabulary columns for BLOCK_T rows, walking H in steps of
-    BLOCK_H.
+    """How the GEMM runs.
+
+    `bulk`: a program loads tiles by bulk tensor loads (TMA) and computes block_v vocabulary columns
+    for block_t + tail_t rows, in one accumulator or two; `splits` programs share H between them.
+    `pointer`: the same by ordinary loads, for operands that TMA cannot address; one accumulator.
+    `library`: `torch.mm`, cuBLAS on CUDA, into the same buffer; the block sizes mean nothing.
     """
 
     block_t: int
@@ -55,6 +68,18 @@ class GemmConfig:
     block_h: int
     num_warps: int
     num_stages: int
+    kind: Literal["bulk", "pointer", "library"] = "pointer"
+    tail_t: int = 0
+    splits: int = 1
+    warp_specialize: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Token rows of one program."""
+        return self.block_t + self.tail_t
+
+
+LIBRARY = GemmConfig(0, 0, 0, 0, 0, kind="library")
 
 
 @dataclass(frozen=True)
@@ -75,12 +100,16 @@ class ReassembleConfig:
 
 @dataclass(frozen=True)
 class GemmShape:
-    """T gathered rows, S shard rows, H hidden; itemsize in bytes of the operands."""
+    """T gathered rows, S shard rows, H hidden; itemsize in bytes of the operands and of the result;
+    `epilogue`: there is a bias, a scale or a softcap.
+    """
 
     rows: int
     shard: int
     hidden: int
     itemsize: int
+    out_itemsize: int = 2
+    epilogue: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +135,8 @@ def fits(
     config: GemmConfig | ReassembleConfig, arch: Arch, shape: GemmShape | ReassembleShape
 ) -> bool:
     """Whether `config` is legal for `shape` on `arch`: the only place where that is decided."""
+    if isinstance(config, GemmConfig) and config.kind == "library":
+        return isinstance(shape, GemmShape)
     if not (_power_of_2(config.num_warps) and config.num_warps <= MAX_WARPS):
         return False
     if isinstance(config, GemmConfig) and isinstance(shape, GemmShape):
@@ -116,16 +147,45 @@ def fits(
 
 
 def _gemm_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
-    blocks = (config.block_t, config.block_v, config.block_h)
+    blocks = [
+        config.block_t,
+        config.block_v,
+        config.block_h,
+        *([config.tail_t] * (config.tail_t > 0)),
+    ]
     # 16 is the least extent of a dot operand that every supported architecture takes.
     if not all(_power_of_2(block) and block >= 16 for block in blocks) or config.num_stages < 1:
         return False
-    if config.block_t * config.block_v > MAX_TILE_NUMEL:
+    if config.rows * config.block_v > MAX_TILE_NUMEL:
         return False
-    stage = (config.block_t + config.block_v) * config.block_h * shape.itemsize
-    if stage * config.num_stages > arch.shared_bytes:
+    stage = (config.rows + config.block_v) * config.block_h * shape.itemsize
+    if stage * config.num_stages + BARRIER_BYTES > arch.shared_bytes:
         return False
-    return not arch.tensor_memory_columns or config.block_t <= arch.tensor_memory_columns
+    if arch.tensor_memory_columns:
+        if next_power_of_2(config.rows) > arch.tensor_memory_columns:
+            return False
+    elif config.rows * config.block_v > MAX_ACCUMULATORS * WARP * config.num_warps:
+        return False
+    if config.kind == "pointer":
+        return config.tail_t == 0 and config.splits == 1 and not config.warp_specialize
+    return _bulk_fits(config, arch, shape)
+
+
+def _bulk_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
+    if not bulk_loadable(shape) or config.block_h * shape.itemsize > 2 * SWIZZLE_BYTES:
+        return False
+    if config.tail_t > config.block_t or max(config.block_t, config.block_v) > MAX_BULK_EXTENT:
+        return False
+    steps = -(-shape.hidden // config.block_h)
+    if not (_power_of_2(config.splits) and config.splits <= max(1, steps // config.num_stages)):
+        return False
+    # Triton 3.8 splits warps by role where accumulators live in tensor memory; 4 warps spill.
+    return not config.warp_specialize or (arch.tensor_memory_columns > 0 and config.num_warps == 8)
+
+
+def bulk_loadable(shape: GemmShape) -> bool:
+    """Whether TMA can address rows of H elements: two-byte floats on 16-byte borders."""
+    return shape.itemsize == 2 and shape.hidden * shape.itemsize % VECTOR_BYTES == 0
 
 
 def _reassemble_fits(config: ReassembleConfig, shape: ReassembleShape) -> bool:
@@ -146,15 +206,41 @@ def _thread_elements(shape: ReassembleShape) -> int:
 
 def default_gemm(shape: GemmShape) -> GemmConfig:
     """The untuned choice: right everywhere, within the limits of every arch in `ARCHS`, and without
-    a spill on them for operands whose columns are contiguous (Triton 3.8).
+    a spill on them (Triton 3.8).
+
+    Up to 288 rows (8 ranks of 36, as published for DeepSeek-V4-Pro), and S a multiple of 8, a
+    program holds all token rows, so that every weight byte is read once; elsewhere a weight tile is
+    read again, from L2, by the program next in order.
     """
+    if shape.itemsize >= 4:  # no tensor core keeps full fp32
+        return LIBRARY
+    if not bulk_loadable(shape):
+        return default_pointer_gemm(shape)
+    # Where rows of the result start anywhere, every element needs an address of its own.
+    scattered = bool(shape.shard % 8)
+    block_t = min(128, max(16, next_power_of_2(shape.rows)))
+    tail_t, block_v = 0, 128
+    if not scattered and 256 < shape.rows <= 288:
+        block_t, tail_t = 256, 32
+        # 256 x 128 accumulators leave no registers for fp32 results or an epilogue.
+        block_v = 64 if shape.out_itemsize > 2 or shape.epilogue else 128
+    elif not scattered and shape.rows > 128:
+        # Two accumulators are finished one after the other: fewer registers than one of 256.
+        tail_t = 128
+    stage = (block_t + tail_t + block_v) * 64 * shape.itemsize
+    stages = min(6, (ARCHS["sm_90"].shared_bytes - BARRIER_BYTES) // stage)
+    return GemmConfig(
+        block_t, block_v, 64, num_warps=8, num_stages=stages, kind="bulk", tail_t=tail_t
+    )
+
+
+def default_pointer_gemm(shape: GemmShape) -> GemmConfig:
+    """The untuned choice where bulk loads cannot be used, or rows of the result start anywhere."""
     # Triton uses wide accesses only along extents that are multiples of 16; single elements need
     # more registers for addresses, hence smaller tiles or more threads.
     wide_loads, wide_stores = shape.hidden % 16 == 0, shape.shard % 16 == 0
     least = max(16, next_power_of_2(shape.rows))
-    if (
-        shape.itemsize >= 4
-    ):  # no tensor core keeps full fp32, so these run on the plain units, in small tiles
+    if shape.itemsize >= 4:  # on the plain units, in small tiles
         return GemmConfig(min(32, least), block_v=64, block_h=32, num_warps=4, num_stages=3)
     block_t = min(128 if wide_loads and wide_stores else 64, least)
     num_warps = 4 if wide_loads and block_t <= 64 else 8

@@ -12,12 +12,20 @@ Twin: `lmhead.reference.gemm`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
-from .config import GemmConfig, GemmShape, default_gemm
+from .config import GemmConfig, GemmShape, default_gemm, default_pointer_gemm
+
+# Flat fp32 memory by purpose and number of elements.
+Scratch = Callable[[str, int], torch.Tensor]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,7 +53,85 @@ def epilogue(
 
 
 @triton.jit
-def _gemm_kernel(
+def _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S):
+    """acc [BLOCK_V, BLOCK_T] -> partial[rows, columns]: destination-major, columns contiguous."""
+    partial = partial_ptr + tiles.offset(rows, partial_stride_t)[None, :] + columns[:, None]
+    mask = (columns < S)[:, None] & (rows < T)[None, :]
+    tl.store(partial, tiles.round_to(acc, partial_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bulk_kernel(
+    hidden_desc,  # [T, H] bf16 or fp16, read in blocks [BLOCK_T, BLOCK_H]
+    tail_desc,  # the same matrix in blocks [TAIL_T, BLOCK_H]; hidden_desc where TAIL_T is 0
+    weight_desc,  # [S, H] of hidden's dtype, read in blocks [BLOCK_V, BLOCK_H]
+    bias_ptr,  # [S] any float, read; partial_ptr again where HAS_BIAS is false
+    partial_ptr,  # [T, S] any float, written; or [SPLITS, T, S] fp32 without an epilogue
+    partial_stride_t,
+    T,
+    S,
+    H,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TAIL_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    UNIT: tl.constexpr,  # divides S and the row stride; see tiles.unit
+):
+    S = S // UNIT * UNIT
+    partial_stride_t = partial_stride_t // UNIT * UNIT
+    tiles_t = tl.cdiv(T, BLOCK_T + TAIL_T)
+    total = tiles_t * tl.cdiv(S, BLOCK_V) * SPLITS
+    steps = tl.cdiv(tl.cdiv(H, BLOCK_H), SPLITS)
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        split = tile % SPLITS
+        v = tile // SPLITS // tiles_t * BLOCK_V
+        t = tile // SPLITS % tiles_t * (BLOCK_T + TAIL_T)
+        first = split * steps * BLOCK_H
+        last = tl.minimum(first + steps * BLOCK_H, H)
+        acc = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
+        if TAIL_T > 0:
+            tail = tl.zeros((BLOCK_V, TAIL_T), dtype=tl.float32)
+        # A bulk load fills what lies outside the matrix with zeros: no masks.
+        for h in tl.range(first, last, BLOCK_H, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
+            w = weight_desc.load([v, h])
+            acc = tiles.dot(w, hidden_desc.load([t, h]).T, acc)
+            if TAIL_T > 0:
+                tail = tiles.dot(w, tail_desc.load([t + BLOCK_T, h]).T, tail)
+        columns = v + tl.arange(0, BLOCK_V)
+        rows = t + tl.arange(0, BLOCK_T)
+        target = partial_ptr
+        if SPLITS > 1:
+            target += tiles.offset(split, T) * S
+        acc = epilogue(
+            acc, bias_ptr, columns, columns < S, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
+        )
+        _store(acc, target, partial_stride_t, rows, T, columns, S)
+        if TAIL_T > 0:
+            tail = epilogue(
+                tail,
+                bias_ptr,
+                columns,
+                columns < S,
+                scale,
+                softcap,
+                HAS_BIAS,
+                HAS_SCALE,
+                HAS_SOFTCAP,
+            )
+            rows = t + BLOCK_T + tl.arange(0, TAIL_T)
+            _store(tail, target, partial_stride_t, rows, T, columns, S)
+
+
+@triton.jit
+def _pointer_kernel(
     hidden_ptr,  # [T, H] bf16, fp16 or fp32, read
     hidden_stride_t,
     hidden_stride_h,
@@ -95,50 +181,226 @@ def _gemm_kernel(
         acc = epilogue(
             acc, bias_ptr, columns, live_columns, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
         )
-        partial = partial_ptr + tiles.offset(rows, partial_stride_t)[None, :] + columns[:, None]
-        tl.store(
-            partial,
-            tiles.round_to(acc, partial_ptr.dtype.element_ty),
-            mask=live_columns[:, None] & live_rows[None, :],
+        _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S)
+
+
+@triton.jit
+def _finish_kernel(
+    sums_ptr,  # [SPLITS, T, S] fp32, read; columns contiguous
+    sums_stride_split,
+    sums_stride_t,
+    bias_ptr,  # [S] any float, read; sums_ptr again where HAS_BIAS is false
+    partial_ptr,  # [T, S] any float, written; columns contiguous; may be sums_ptr for one split
+    partial_stride_t,
+    T,
+    S,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    UNIT: tl.constexpr,  # divides S and the strides; see tiles.unit
+):
+    """Adds the splits up in their order, so that a result never depends on which came first."""
+    S = S // UNIT * UNIT
+    sums_stride_split = sums_stride_split // UNIT * UNIT
+    sums_stride_t = sums_stride_t // UNIT * UNIT
+    partial_stride_t = partial_stride_t // UNIT * UNIT
+    bands = tl.cdiv(S, BLOCK_V)
+    for task in range(tl.program_id(0), bands * tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
+        columns = task % bands * BLOCK_V + tl.arange(0, BLOCK_V)
+        rows = task // bands * BLOCK_T + tl.arange(0, BLOCK_T)
+        mask = (columns < S)[:, None] & (rows < T)[None, :]
+        acc = tl.zeros((BLOCK_V, BLOCK_T), dtype=tl.float32)
+        for split in tl.static_range(SPLITS):
+            part = sums_ptr + tiles.offset(tl.full((), split, tl.int64), sums_stride_split)
+            part += tiles.offset(rows, sums_stride_t)[None, :] + columns[:, None]
+            acc += tl.load(part, mask=mask, other=0.0)
+        acc = epilogue(
+            acc, bias_ptr, columns, columns < S, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
         )
+        _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S)
 
 
-def launch_gemm(
+@dataclass(frozen=True)
+class _Epilogue:
+    """What follows the sums, as the kernels take it."""
+
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    @property
+    def plain(self) -> bool:
+        return self.bias is None and self.scale == 1.0 and self.softcap is None
+
+    def arguments(self, stand_in: torch.Tensor) -> dict[str, Any]:
+        return {
+            "bias_ptr": stand_in if self.bias is None else self.bias,
+            "scale": float(self.scale),
+            "softcap": 0.0 if self.softcap is None else float(self.softcap),
+            "HAS_BIAS": self.bias is not None,
+            "HAS_SCALE": self.scale != 1.0,
+            "HAS_SOFTCAP": self.softcap is not None,
+        }
+
+
+NO_EPILOGUE = _Epilogue(None, 1.0, None)
+
+
+def why_not_bulk(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Why bulk tensor loads cannot read these operands; None where they can.
+
+    TMA wants two-byte elements here, contiguous columns, and rows that start on 16-byte borders.
+    """
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        size = tensor.element_size()
+        if size != 2:
+            return f"{name} is {tensor.dtype}, and no tensor core keeps full fp32"
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            return f"{name}'s columns are {tensor.stride(1)} elements apart"
+        if tensor.stride(0) * size % 16 or tensor.stride(0) < tensor.shape[1]:
+            return f"{name}'s rows are {tensor.stride(0) * size} bytes apart, no multiple of 16"
+        if tensor.data_ptr() % 16:
+            return f"{name} starts at an address that is no multiple of 16"
+    return None
+
+
+def _launch_bulk(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
+    after: _Epilogue,
     out: torch.Tensor,
     config: GemmConfig,
 ) -> None:
-    """Launch with shapes already validated."""
+    (T, H), S = hidden.shape, weight.shape[0]
+    total = triton.cdiv(T, config.rows) * triton.cdiv(S, config.block_v) * config.splits
+    hidden_desc = TensorDescriptor.from_tensor(hidden, [config.block_t, config.block_h])
+    tail_desc = hidden_desc
+    if config.tail_t:
+        tail_desc = TensorDescriptor.from_tensor(hidden, [config.tail_t, config.block_h])
+    _bulk_kernel[tiles.grid(total)](
+        hidden_desc=hidden_desc,
+        tail_desc=tail_desc,
+        weight_desc=TensorDescriptor.from_tensor(weight, [config.block_v, config.block_h]),
+        partial_ptr=out,
+        partial_stride_t=out.stride(-2),
+        T=T,
+        S=S,
+        H=H,
+        **after.arguments(out),
+        BLOCK_T=config.block_t,
+        TAIL_T=config.tail_t,
+        BLOCK_V=config.block_v,
+        BLOCK_H=config.block_h,
+        SPLITS=config.splits,
+        STAGES=config.num_stages,
+        WARP_SPECIALIZE=config.warp_specialize,
+        UNIT=tiles.unit(S, out.stride(-2)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _launch_pointer(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    after: _Epilogue,
+    out: torch.Tensor,
+    config: GemmConfig,
+) -> None:
     (T, H), S = hidden.shape, weight.shape[0]
     total = triton.cdiv(T, config.block_t) * triton.cdiv(S, config.block_v)
-    _gemm_kernel[tiles.grid(total)](
+    _pointer_kernel[tiles.grid(total)](
         hidden_ptr=hidden,
         hidden_stride_t=hidden.stride(0),
         hidden_stride_h=hidden.stride(1),
         weight_ptr=weight,
         weight_stride_s=weight.stride(0),
         weight_stride_h=weight.stride(1),
-        bias_ptr=weight if bias is None else bias,
         partial_ptr=out,
         partial_stride_t=out.stride(0),
         T=T,
         S=S,
         H=H,
-        scale=float(scale),
-        softcap=0.0 if softcap is None else float(softcap),
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale != 1.0,
-        HAS_SOFTCAP=softcap is not None,
+        **after.arguments(weight),
         BLOCK_T=config.block_t,
         BLOCK_V=config.block_v,
         BLOCK_H=config.block_h,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _launch_finish(sums: torch.Tensor, after: _Epilogue, out: torch.Tensor) -> None:
+    """sums [splits, T, S] fp32 -> out [T, S]: added up, epilogue, rounded once."""
+    splits, T, S = sums.shape
+    block_v, block_t = 256, 4
+    tasks = triton.cdiv(S, block_v) * triton.cdiv(T, block_t)
+    _finish_kernel[tiles.grid(tasks)](
+        sums_ptr=sums,
+        sums_stride_split=sums.stride(0),
+        sums_stride_t=sums.stride(1),
+        partial_ptr=out,
+        partial_stride_t=out.stride(0),
+        T=T,
+        S=S,
+        **after.arguments(sums),
+        SPLITS=splits,
+        BLOCK_T=block_t,
+        BLOCK_V=block_v,
+        UNIT=tiles.unit(S, *sums.stride()[:2], out.stride(0)),
+        num_warps=4,
+    )
+
+
+def _library(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    after: _Epilogue,
+    out: torch.Tensor,
+    scratch: Scratch,
+) -> None:
+    """torch.mm, cuBLAS on CUDA, which accumulates in fp32; then the epilogue where there is one."""
+    T, S = out.shape
+    if weight.dtype == out.dtype and (after.plain or out.dtype == torch.float32):
+        torch.mm(hidden, weight.t(), out=out)
+        if not after.plain:  # each element is read and written by the one thread that owns it
+            _launch_finish(out.unsqueeze(0), after, out)
+        return
+    sums = scratch("sums", T * S).view(1, T, S)
+    if weight.dtype == torch.float32:
+        torch.mm(hidden, weight.t(), out=sums[0])
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=sums[0])
+    else:  # the CPU's mm has no out_dtype
+        torch.mm(hidden.float(), weight.float().t(), out=sums[0])
+    _launch_finish(sums, after, out)
+
+
+def launch_gemm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    after: _Epilogue,
+    out: torch.Tensor,
+    config: GemmConfig,
+    scratch: Scratch,
+) -> None:
+    """Launch with shapes already validated and a config that fits."""
+    if config.kind == "library":
+        _library(hidden, weight, after, out, scratch)
+    elif config.kind == "pointer":
+        _launch_pointer(hidden, weight, after, out, config)
+    elif config.splits == 1:
+        _launch_bulk(hidden, weight, after, out, config)
+    else:
+        (T, S), splits = out.shape, config.splits
+        sums = scratch("sums", splits * T * S).view(splits, T, S)
+        _launch_bulk(hidden, weight, NO_EPILOGUE, sums, config)
+        _launch_finish(sums, after, out)
 
 
 def gemm(
@@ -150,6 +412,7 @@ def gemm(
     softcap: float | None = None,
     out: torch.Tensor,
     config: GemmConfig | None = None,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """partial[t, s] = softcap((sum_h hidden[t, h] * weight[s, h] + bias[s]) * scale), in fp32,
     rounded once.
@@ -187,9 +450,23 @@ def gemm(
         raise TypeError(f"bias must be a float tensor, got {bias.dtype}")
     if hidden.shape[0] == 0:
         return out
+    after = _Epilogue(bias, scale, softcap)
+    shape = GemmShape(
+        rows=hidden.shape[0],
+        shard=weight.shape[0],
+        hidden=weight.shape[1],
+        itemsize=weight.element_size(),
+        out_itemsize=out.element_size(),
+        epilogue=not after.plain,
+    )
     if config is None:
-        config = default_gemm(
-            GemmShape(hidden.shape[0], weight.shape[0], weight.shape[1], weight.element_size())
-        )
-    launch_gemm(hidden, weight, bias, scale, softcap, out, config)
+        config = default_gemm(shape)
+    if config.kind == "bulk" and why_not_bulk(hidden, weight) is not None:
+        config = default_pointer_gemm(shape)
+    if scratch is None:
+
+        def scratch(name: str, numel: int) -> torch.Tensor:
+            return torch.empty(numel, dtype=torch.float32, device=out.device)
+
+    launch_gemm(hidden, weight, after, out, config, scratch)
     return out

@@ -147,21 +147,20 @@ def compile_gemm(
     scaled: bool = False,
     softcapped: bool = False,
     wide_loads: bool = True,
-    wide_stores: bool = True,
+    store_unit: int = 16,
 ) -> Report:
     """The GEMM as `gemm.launch_gemm` would launch it for contiguous operands; dtypes by torch's
     names.
 
-    `wide_loads`: H is a multiple of 16, so that operand rows start on 16-byte borders;
-    `wide_stores`: S is.
+    `wide_loads`: H is a multiple of 16, so that operand rows start on 16-byte borders; S is a
+    multiple of `store_unit`.  Raises ValueError for a library config, which has no kernel of ours.
     """
+    if config.kind == "library":
+        raise ValueError("a library config has no kernel to compile")
+    split = config.splits > 1
     arguments = {
-        "hidden_ptr": POINTERS[operands],
-        "hidden_stride_t": "i32",
-        "weight_ptr": POINTERS[operands],
-        "weight_stride_s": "i32",
         "bias_ptr": POINTERS[bias or operands],
-        "partial_ptr": POINTERS[out],
+        "partial_ptr": POINTERS["float32" if split else out],
         "partial_stride_t": "i32",
         "T": "i32",
         "S": "i32",
@@ -169,25 +168,49 @@ def compile_gemm(
         "scale": "fp32",
         "softcap": "fp32",
     }
-    constants = {
-        "hidden_stride_h": 1,
-        "weight_stride_h": 1,
-        "HAS_BIAS": bias is not None,
-        "HAS_SCALE": scaled,
-        "HAS_SOFTCAP": softcapped,
+    constants: dict[str, Any] = {
+        "HAS_BIAS": bias is not None and not split,
+        "HAS_SCALE": scaled and not split,
+        "HAS_SOFTCAP": softcapped and not split,
         "BLOCK_T": config.block_t,
         "BLOCK_V": config.block_v,
         "BLOCK_H": config.block_h,
     }
-    pointers = ("hidden_ptr", "weight_ptr", "bias_ptr", "partial_ptr")
-    sizes: tuple[str, ...] = ("hidden_stride_t", "weight_stride_s", "H") if wide_loads else ()
-    sizes += ("partial_stride_t", "S") if wide_stores else ()
+    aligned = ["bias_ptr", "partial_ptr"]
+    aligned += ["partial_stride_t", "S"] if store_unit == 16 else []
+    aligned += ["H"] if wide_loads else []
+    if config.kind == "bulk":
+        kernel = gemm._bulk_kernel
+        block = f"tensordesc<{POINTERS[operands][1:]}[{{}},{config.block_h}]>"
+        arguments |= {
+            "hidden_desc": block.format(config.block_t),
+            "tail_desc": block.format(config.tail_t or config.block_t),
+            "weight_desc": block.format(config.block_v),
+        }
+        constants |= {
+            "TAIL_T": config.tail_t,
+            "SPLITS": config.splits,
+            "STAGES": config.num_stages,
+            "WARP_SPECIALIZE": config.warp_specialize,
+            "UNIT": store_unit,
+        }
+    else:
+        kernel = gemm._pointer_kernel
+        arguments |= {
+            "hidden_ptr": POINTERS[operands],
+            "hidden_stride_t": "i32",
+            "weight_ptr": POINTERS[operands],
+            "weight_stride_s": "i32",
+        }
+        constants |= {"hidden_stride_h": 1, "weight_stride_h": 1}
+        aligned += ["hidden_ptr", "weight_ptr"]
+        aligned += ["hidden_stride_t", "weight_stride_s"] if wide_loads else []
     return compile_kernel(
-        gemm._gemm_kernel,
+        kernel,
         arch,
         arguments,
         constants,
-        aligned=pointers + sizes,
+        aligned=tuple(aligned),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -163,16 +163,12 @@ def run_gemm(
     out: torch.Tensor,
 ) -> None:
     """The shard's GEMM and epilogue into `out`, by the plan's kernels."""
-    if plan.kernels == "triton":
-        _gemm_kernels.gemm(hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out)
-        return
 
     def scratch(name: str, numel: int) -> torch.Tensor:
         return work.take(name, numel, torch.float32, out.device)
 
-    reference.gemm(
-        hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out, scratch=scratch
-    )
+    gemm = _gemm_kernels.gemm if plan.kernels == "triton" else reference.gemm
+    gemm(hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out, scratch=scratch)
 
 
 def run_reassemble_into(plan: Plan, received: torch.Tensor, out: torch.Tensor) -> None:

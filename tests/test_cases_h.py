@@ -40,6 +40,9 @@ COPIES = [
 GEMM = GemmConfig(block_t=16, block_v=16, block_h=16, num_warps=4, num_stages=2)
 
 
+MOVING, MULTIPLYING = ("band", "cycle", "copy"), ("bulk", "pointer", "finish")
+
+
 class Recorder:
     """Stands in for a kernel and keeps the grid that it was launched with."""
 
@@ -57,10 +60,10 @@ class Recorder:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """Kernels replaced by recorders, so that tensors of any size may be launched without memory."""
-    recorders = {name: Recorder() for name in ("band", "cycle", "copy", "gemm")}
-    for name in ("band", "cycle", "copy"):
-        monkeypatch.setattr(reassemble, f"_{name}_kernel", recorders[name])
-    monkeypatch.setattr(gemm, "_gemm_kernel", recorders["gemm"])
+    recorders = {name: Recorder() for name in (*MOVING, *MULTIPLYING)}
+    for name, recorder in recorders.items():
+        module = reassemble if name in MOVING else gemm
+        monkeypatch.setattr(module, f"_{name}_kernel", recorder)
     return recorders
 
 
@@ -74,7 +77,10 @@ def launch_all(rows: int, vocab: int, ranks: int = 8) -> None:
     reassemble.reassemble(received)
     hidden = torch.empty((ranks * rows, 64), dtype=torch.bfloat16, device="meta")
     weight = torch.empty((shard, 64), dtype=torch.bfloat16, device="meta")
-    gemm.gemm(hidden, weight, out=received.view(ranks * rows, shard))
+    out = received.view(ranks * rows, shard)
+    gemm.gemm(hidden, weight, out=out)
+    gemm.gemm(hidden, weight, out=out, config=GEMM)
+    gemm._launch_finish(out.unsqueeze(0), gemm.NO_EPILOGUE, out)
 
 
 @pytest.mark.parametrize(("row", "vocab"), [(20000, 129280), (15408, 151936), (131072, 262144)])
@@ -98,7 +104,7 @@ def test_h3_rows_never_meet_the_limit_of_a_grid_axis(
     monkeypatch.setattr(reassemble, "_table", lambda *_: table)
     launch_all(rows, vocab=64)
     # Axis 0 may have 2**31 - 1 programs, the others 65535: there are no others.
-    for name in ("copy", "gemm") + (("cycle",) if rows > 1 else ()):
+    for name in ("copy", *MULTIPLYING) + (("cycle",) if rows > 1 else ()):
         assert len(launched[name].grid) == 1, name
         assert 1 <= launched[name].grid[0] <= tiles.MAX_PROGRAMS
 
@@ -109,8 +115,8 @@ def test_h4_a_huge_launch_is_bounded_and_its_counters_do_not_wrap(
     rows, vocab, ranks = 16384, 262144, 8
     launch_all(rows, vocab, ranks)
     grids = {name: recorder.grid for name, recorder in launched.items() if recorder.grid}
-    assert set(grids) == {"cycle", "copy", "gemm"}
-    assert grids["copy"] == grids["gemm"] == (tiles.MAX_PROGRAMS,)
+    assert set(grids) == {"cycle", "copy", *MULTIPLYING}
+    assert all(grids[name] == (tiles.MAX_PROGRAMS,) for name in ("copy", *MULTIPLYING))
     assert all(0 < grid[0] <= tiles.MAX_PROGRAMS for grid in grids.values())
     # A 32-bit loop counter goes at most one stride past the number of tasks.
     copy = launched["copy"].arguments
@@ -135,6 +141,11 @@ def test_h4_every_program_loops_over_what_is_left(
     partial = torch.empty(40, 50)
     gemm.gemm(hidden, weight, out=partial, config=GEMM)
     assert_same_bits(partial, weight.t().contiguous())
+    half = hidden.to(torch.bfloat16), (weight % 256).to(torch.bfloat16)
+    for splits in (1, 2):
+        config = GemmConfig(16, 16, 16, 4, 1, kind="bulk", splits=splits)
+        gemm.gemm(*half, out=partial, config=config)
+        assert_same_bits(partial, (weight % 256).t().contiguous())
 
 
 @pytest.mark.parametrize("shard", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, 1 << 24])

@@ -23,12 +23,15 @@ from lmhead.codegen import Report
 from lmhead.kernels import gemm, reassemble
 from lmhead.kernels.config import (
     ARCHS,
+    LIBRARY,
     GemmConfig,
     GemmShape,
     ReassembleConfig,
     ReassembleShape,
     default_gemm,
+    default_pointer_gemm,
     default_reassemble,
+    fits,
 )
 
 # The assembler that comes with Triton 3.6 moves two registers of one default GEMM to the stack.
@@ -64,7 +67,7 @@ def of_ones(kernel: str, ones: tuple[str, ...]) -> Report:
             tile,
         ),
         "gemm": (
-            gemm._gemm_kernel,
+            gemm._pointer_kernel,
             dict.fromkeys(("hidden_ptr", "weight_ptr", "bias_ptr", "partial_ptr"), "*bf16")
             | _ints("hidden_stride_t", "hidden_stride_h", "weight_stride_s", "weight_stride_h")
             | _ints("partial_stride_t", "T", "S", "H")
@@ -241,21 +244,22 @@ TENSOR_CORE = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 def test_gemm_uses_tensor_cores_wide_stores_and_no_spills(
     compiled: Compiling, arch: str, operands: str, out: str
 ) -> None:
-    configs = [default_gemm(GemmShape(rows, S, H, 2)) for rows in (1, 17, 64, 288)]
-    assert [config.block_t for config in configs] == [16, 32, 64, 128]
-    calls: list[tuple[GemmConfig, dict[str, Any]]] = [(config, {}) for config in configs]
-    calls += [(configs[0], FULL), (configs[-1], FULL)]
+    size = 4 if out == "float32" else 2
+    calls: list[tuple[GemmConfig, dict[str, Any]]] = [
+        (default_gemm(GemmShape(rows, S, H, 2, size, bool(epilogue))), epilogue)
+        for rows, epilogue in itertools.product((1, 17, 64, 128, 200, 288), ({}, FULL))
+    ]
+    assert [config.rows for config, _ in calls[::2]] == [16, 32, 64, 128, 256, 288]
     if operands == "float16":
-        calls = calls[3:4]
-    elif out == "float32":
-        calls = calls[:4]
+        calls = calls[-2:-1]
     ask = functools.partial(compiled.start, codegen.compile_gemm, arch, operands=operands, out=out)
     for report in [ask(config, **epilogue) for config, epilogue in calls]:
         report = report.result()
         assert_usable(report)
         assert report.count(TENSOR_CORE[arch]) > 0
         assert set(accesses(report, "STG")) == {"STG.E.128"}
-        assert report.count("LDGSTS", "128") > 0  # operands go to shared memory asynchronously
+        assert report.count("UTMALDG") > 0  # operands come by bulk loads alone
+        assert report.count("LDGSTS") == 0
         assert report.shared_bytes <= ARCHS[arch].shared_bytes
         assert (report.tensor_memory_columns > 0) is (arch == "sm_100")
 
@@ -265,7 +269,7 @@ def test_gemm_uses_tensor_cores_wide_stores_and_no_spills(
 def test_fp32_gemm_keeps_full_products_and_does_not_spill(
     compiled: Compiling, arch: str, rows: int, epilogue: dict[str, Any]
 ) -> None:
-    config = default_gemm(GemmShape(rows, S, H, 4))
+    config = default_pointer_gemm(GemmShape(rows, S, H, 4))
     report = compiled(
         codegen.compile_gemm, arch, config, operands="float32", out="float32", **epilogue
     )
@@ -289,7 +293,10 @@ def test_fp32_gemm_keeps_full_products_and_does_not_spill(
 def test_gemm_of_odd_sizes_does_not_spill(
     compiled: Compiling, arch: str, operands: str, rows: int, shard: int, hidden: int
 ) -> None:
-    config = default_gemm(GemmShape(rows, shard, hidden, 4 if operands == "float32" else 2))
+    itemsize = 4 if operands == "float32" else 2
+    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize=4, epilogue=True)
+    config = default_pointer_gemm(shape) if itemsize == 4 else default_gemm(shape)
+    assert (config.kind == "bulk") is (itemsize == 2 and hidden == H)
     report = compiled(
         codegen.compile_gemm,
         arch,
@@ -297,7 +304,7 @@ def test_gemm_of_odd_sizes_does_not_spill(
         operands=operands,
         out="float32",
         wide_loads=hidden == H,
-        wide_stores=shard == S,
+        store_unit=16 if shard == S else 1,
         **FULL,
     )
     assert_usable(report)
@@ -314,6 +321,34 @@ def test_an_accumulator_beyond_tensor_memory_compiles_to_nothing_and_is_refused(
     problems = future.result(timeout=300).problems(ARCHS["sm_100"])
     assert any("1024 columns of tensor memory, the limit is 512" in text for text in problems)
     assert any("an empty body" in text for text in problems)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(16, 128, 64, 8, 6, "bulk", splits=2),
+        GemmConfig(64, 64, 64, 4, 6, "bulk"),
+        GemmConfig(256, 128, 64, 8, 3, "bulk", tail_t=32, warp_specialize=True),
+        GemmConfig(256, 64, 64, 8, 3, "bulk", tail_t=256),
+    ],
+)
+def test_bulk_variants_compile_without_spills(
+    compiled: Compiling, arch: str, config: GemmConfig
+) -> None:
+    """What a tuner may choose beside the defaults; roles for warps exist on sm_100 alone."""
+    if not fits(config, ARCHS[arch], GemmShape(config.rows, S, H, 2)):
+        assert config.warp_specialize or config.rows == 512
+        return
+    report = compiled(codegen.compile_gemm, arch, config)
+    assert_usable(report)
+    assert report.count(TENSOR_CORE[arch]) > 0 and report.count("UTMALDG") > 0
+    assert set(accesses(report, "STG")) == {"STG.E.128"}
+
+
+def test_a_library_config_has_nothing_to_compile() -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        codegen.compile_gemm("sm_90", LIBRARY)
 
 
 # What the interpreter cannot see.

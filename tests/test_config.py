@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from lmhead.kernels import config as cfg
 from lmhead.kernels.config import (
     ARCHS,
+    LIBRARY,
     MAX_TILE_NUMEL,
     GemmConfig,
     GemmShape,
     ReassembleConfig,
     ReassembleShape,
     default_gemm,
+    default_pointer_gemm,
     default_reassemble,
     fits,
 )
@@ -33,19 +35,26 @@ def is_power_of_2(n: int) -> bool:
 @given(
     rows=st.integers(1, 1 << 20),
     shard=st.integers(1, 1 << 20),
-    hidden=st.integers(1, 1 << 15),
+    hidden=st.integers(1, 1 << 15) | st.integers(1, 1 << 12).map(lambda n: 8 * n),
     itemsize=st.sampled_from([2, 4]),
+    out_itemsize=st.sampled_from([2, 4]),
+    epilogue=st.booleans(),
 )
 @quick(300)
 def test_default_gemm_fits_every_shape_on_every_arch(
-    rows: int, shard: int, hidden: int, itemsize: int
+    rows: int, shard: int, hidden: int, itemsize: int, out_itemsize: int, epilogue: bool
 ) -> None:
-    shape = GemmShape(rows, shard, hidden, itemsize)
+    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize, epilogue)
     config = default_gemm(shape)
     assert all(fits(config, arch, shape) for arch in ARCHS.values())
+    assert (config.kind == "library") is (itemsize == 4)
+    if config.kind == "library":
+        config = default_pointer_gemm(shape)
+        assert all(fits(config, arch, shape) for arch in ARCHS.values())
+    assert (config.kind == "bulk") is (itemsize == 2 and hidden % 8 == 0)
     assert all(is_power_of_2(n) for n in (config.block_t, config.block_v, config.block_h))
     assert is_power_of_2(config.num_warps)
-    assert config.block_t * config.block_v <= MAX_TILE_NUMEL
+    assert config.rows * config.block_v <= MAX_TILE_NUMEL
 
 
 @given(
@@ -73,8 +82,9 @@ def test_defaults_for_the_published_workload() -> None:
     assert default_reassemble(ReassembleShape(8, 36, 16160, 2), in_place=True) == ReassembleConfig(
         "band", block_rows=512, block_s=32, num_warps=8
     )
+    # All 288 rows in one program: each weight byte is read once.
     config = default_gemm(GemmShape(288, 16160, 7168, 2))
-    assert (config.block_t, config.block_v) == (128, 128)
+    assert (config.kind, config.block_t, config.tail_t, config.block_v) == ("bulk", 256, 32, 128)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -138,6 +148,43 @@ def test_fits_refuses_a_gemm_that_does_not(change: dict[str, int]) -> None:
     for arch in ARCHS.values():
         assert fits(GEMM, arch, GEMM_SHAPE)
         assert not fits(dataclasses.replace(GEMM, **change), arch, GEMM_SHAPE)
+
+
+BULK = GemmConfig(256, 128, 64, 8, 3, "bulk", tail_t=32)
+BULK_SHAPE = GemmShape(rows=288, shard=16160, hidden=7168, itemsize=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        ({"num_stages": 5}, {}),  # shared memory, barriers included
+        ({"block_h": 256, "num_stages": 1}, {}),  # wider than two swizzled rows
+        ({"tail_t": 48}, {}),
+        ({"tail_t": 512}, {}),  # tensor memory, registers
+        ({"splits": 3}, {}),
+        ({"splits": 64}, {}),  # fewer steps a split than the pipeline is deep
+        ({"num_warps": 2}, {}),
+        ({}, {"hidden": 7172}),  # rows that start between 16-byte borders
+        ({}, {"itemsize": 4}),
+    ],
+)
+def test_fits_refuses_a_bulk_gemm_that_does_not(
+    change: dict[str, int], shape: dict[str, int]
+) -> None:
+    config = dataclasses.replace(BULK, **change)
+    for arch in ARCHS.values():
+        assert fits(BULK, arch, BULK_SHAPE)
+    assert not all(
+        fits(config, arch, dataclasses.replace(BULK_SHAPE, **shape)) for arch in ARCHS.values()
+    )
+
+
+def test_fits_keeps_tails_splits_and_roles_to_bulk_loads() -> None:
+    for change in ({"tail_t": 16}, {"splits": 2}, {"warp_specialize": True}):
+        assert not fits(dataclasses.replace(GEMM, **change), SM100, GEMM_SHAPE)
+    specialized = dataclasses.replace(BULK, warp_specialize=True)
+    assert fits(specialized, SM100, BULK_SHAPE) and not fits(specialized, SM90, BULK_SHAPE)
+    assert fits(LIBRARY, SM90, BULK_SHAPE) and not fits(LIBRARY, SM90, SHAPE)
 
 
 def test_fits_knows_tensor_memory() -> None:

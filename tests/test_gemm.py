@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -20,9 +21,22 @@ from hypothesis import strategies as st
 
 from lmhead import reference
 from lmhead.kernels import gemm, tiles
-from lmhead.kernels.config import GemmConfig
+from lmhead.kernels.config import LIBRARY, GemmConfig
 
 SMALL = GemmConfig(block_t=16, block_v=32, block_h=32, num_warps=4, num_stages=2)
+# Every way in which the GEMM can run, in tiles small enough to have several of each at these sizes.
+VARIANTS = {
+    "default": None,
+    "library": LIBRARY,
+    "pointer": GemmConfig(32, 64, 32, 4, 2),
+    "bulk": GemmConfig(64, 64, 64, 4, 3, "bulk"),
+    "bulk, two accumulators": GemmConfig(256, 128, 64, 8, 3, "bulk", tail_t=32),
+    "bulk, H split": GemmConfig(64, 128, 32, 4, 2, "bulk", splits=4),
+    "bulk, both, by roles": GemmConfig(
+        128, 128, 32, 8, 2, "bulk", tail_t=16, splits=2, warp_specialize=True
+    ),
+}
+RAGGED = [(1, 1616, 576), (3, 5, 64), (17, 130, 200), (288, 127, 64), (300, 130, 8), (513, 1, 576)]
 
 
 def problem(
@@ -71,6 +85,60 @@ def check(
 def test_every_shape(rows: int, shard: int, hidden: int) -> None:
     dtype = FLOATS[(rows + shard) % 3]
     check(*problem(rows, shard, hidden, dtype), out=dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("rows", "shard", "hidden"), RAGGED)
+def test_every_variant_at_ragged_shapes(variant: str, rows: int, shard: int, hidden: int) -> None:
+    """Operands of two bytes, as the tensor cores take them; fp32 goes to the library."""
+    operands = (torch.bfloat16, torch.float16)[rows % 2]
+    config = VARIANTS[variant]
+    check(*problem(rows, shard, hidden, operands), out=operands, config=config)
+    given = problem(rows, shard, hidden, operands, bias=torch.float32)
+    check(*given, scale=0.5, softcap=3.0, out=torch.float32, config=config)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_splits_are_added_in_their_order(splits: int) -> None:
+    """fp32 forgets a 1 beside 2**24, so (2**24 + 1) - 2**24 is 0; any other order gives 1."""
+    hidden = torch.ones(1, 64, dtype=torch.bfloat16)
+    weight = torch.zeros(1, 64, dtype=torch.bfloat16)
+    weight[0, 0], weight[0, 16], weight[0, 32] = 2.0**24, 1.0, -(2.0**24)
+    out = torch.empty(1, 1)
+    config = GemmConfig(16, 16, 16, 4, 1, "bulk", splits=splits)
+    gemm.gemm(hidden, weight, out=out, config=config)
+    assert out.item() == 0.0
+
+
+def test_fp32_rows_with_gaps_are_finished_in_place() -> None:
+    hidden, weight, bias = problem(7, 33, 20, torch.float32, bias=torch.float32)
+    frame = framed(7, 33, torch.float32)
+    gemm.gemm(hidden, weight, bias, softcap=2.0, out=frame.inside)
+    assert_as_exact_as_torch(frame.inside, hidden, weight, bias, softcap=2.0)
+    frame.assert_intact()
+
+
+@pytest.mark.parametrize(
+    ("hidden_as", "weight_as", "reason"),
+    [
+        (lambda x: x, lambda x: x, None),
+        (lambda x: x.float(), lambda x: x.float(), "fp32"),
+        (lambda x: x[:, :9], lambda x: x[:, :9], None),  # rows of 9, 32 elements apart
+        (lambda x: x.t().contiguous().t(), lambda x: x, "hidden's columns are"),
+        (lambda x: x, lambda x: x[:, ::2], "weight's columns are 2 elements apart"),
+        (lambda x: x[:, :9].contiguous(), lambda x: x, "hidden's rows are 18 bytes apart"),
+        (lambda x: x, lambda x: x[:, 1:], "weight starts at an address"),
+        (lambda x: x[:1].expand_as(x), lambda x: x, "hidden's rows are 0 bytes apart"),
+    ],
+)
+def test_the_reason_against_bulk_loads_is_given(
+    hidden_as: Callable[[torch.Tensor], torch.Tensor],
+    weight_as: Callable[[torch.Tensor], torch.Tensor],
+    reason: str | None,
+) -> None:
+    x = torch.ones(5, 32, dtype=torch.bfloat16)
+    found = gemm.why_not_bulk(hidden_as(x), weight_as(x.clone()))
+    assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize(("operands", "out"), [*itertools.product(FLOATS, FLOATS)])

@@ -380,6 +380,8 @@ class LMHead(nn.Module):
         key = (plan.rows.counts, None if out is None else out.stride(0))
         if capturing:
             self._require_warm(key)
+            if (gathered or self.ranks == 1) and plan.kernels == "triton":
+                _require_plain(hidden)
         self._workspace.capturing(capturing)
         self._last_route = plan.route
         result = ops.run_logits(
@@ -547,6 +549,18 @@ def exchange(
         number,
     )
     return ops.run_exchange(comm, plan, work, partial, out=out, call=call)
+
+
+def _require_plain(hidden: torch.Tensor) -> None:
+    """Rows that the GEMM reads as they lie must lie as those of the warm-up did: other strides or
+    another alignment are another kernel.
+    """
+    if not hidden.is_contiguous() or hidden.data_ptr() % 16:
+        raise RuntimeError(
+            f"rows with strides {hidden.stride()} at address {hidden.data_ptr():#x} are captured, "
+            "but warmup made the kernel ready for contiguous rows that start on a 16-byte border: "
+            "copy them into such a buffer first"
+        )
 
 
 def _untraced(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

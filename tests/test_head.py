@@ -58,9 +58,9 @@ def uneven(ranks: int, turn: int = 0) -> list[int]:
     return counts[turn:] + counts[:turn]
 
 
-# Issue, line 2: both routes the same bits, both within twice torch's own error.
+# Both routes give the same bits, both within twice torch's own error.
 
-# The whole list of the issue.  fp32 weights give fp32 logits anyway, so WIDE adds nothing to them.
+# The whole list.  fp32 weights give fp32 logits anyway, so WIDE adds nothing to them.
 EVERYTHING = tuple(
     (vocab, dtype, arithmetic)
     for vocab in (192, 197)
@@ -124,7 +124,7 @@ def _agreement(
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_routes_give_the_same_bits_within_torchs_own_error(ranks: int) -> None:
-    """Everything that the issue's second line lists; V = 192 is divisible by every N, 197 by none
+    """Every N, B, dtype and arithmetic; V = 192 is divisible by every N, 197 by none
     but 1.
     """
     for compared, wrong in pool(ranks).run(_agreement, "torch", EVERYTHING, ROWS):
@@ -139,7 +139,7 @@ def test_triton_kernels_give_the_same_bits_within_torchs_own_error(ranks: int) -
         assert compared == len(SELECTED) * 3
 
 
-# Issue, line 3: the receive buffer becomes the result; a warmed call allocates its result alone.
+# The receive buffer becomes the result; a warmed call allocates its result alone.
 
 
 ENTRIES = ("forward", "forward_gathered", "exchange")
@@ -257,7 +257,7 @@ def test_a_warmed_call_allocates_its_result_alone(kernels: str, ranks: int) -> N
         assert in_place == expected
 
 
-# Issue, line 4: random counts, one rank late.
+# Random counts, one rank late.
 
 
 def _steps(rank: int, ranks: int, kernels: str, steps: int) -> tuple[int, list[str]]:
@@ -817,6 +817,12 @@ def _capture(rank: int, ranks: int) -> list[str]:
             wrong.append(f"{purpose} was given back under a captured graph")
     if not watched or not report.workspace_bytes.get("kept for captured graphs"):
         wrong.append(f"{report.workspace_bytes}")
+
+    # Rows that the kernel reads as they lie: others would be another kernel.
+    by_triton = FULL.head(weight, bias, ranks, rank, kernels="triton")
+    by_triton.warmup(rows=2)
+    strided = hidden[2].repeat(ranks, 2)[:, :8]
+    refused("strided", lambda: by_triton.forward_gathered(strided), "contiguous rows")
 
     # A head that was cast is settled among the ranks first, which no capture can hold.
     head.float()

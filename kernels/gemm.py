@@ -468,5 +468,6 @@ def gemm(
         def scratch(name: str, numel: int) -> torch.Tensor:
             return torch.empty(numel, dtype=torch.float32, device=out.device)
 
-    launch_gemm(hidden, weight, after, out, config, scratch)
+    with tiles.on(out):
+        launch_gemm(hidden, weight, after, out, config, scratch)
     return out

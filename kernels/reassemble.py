@@ -262,7 +262,8 @@ def reassemble(received: torch.Tensor, config: ReassembleConfig | None = None) -
     if config is None:
         shape = ReassembleShape(ranks, rows, shard, received.element_size())
         config = default_reassemble(shape, in_place=True)
-    launch_reassemble(data, ranks, rows, shard, config)
+    with tiles.on(data):
+        launch_reassemble(data, ranks, rows, shard, config)
     return logits
 
 
@@ -306,5 +307,6 @@ def reassemble_into(
             ranks, rows, shard, max(received.element_size(), out.element_size())
         )
         config = default_reassemble(shape, in_place=False)
-    launch_copy(received, target, config)
+    with tiles.on(out):
+        launch_copy(received, target, config)
     return out

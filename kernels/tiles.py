@@ -7,6 +7,7 @@ carry none of them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -25,6 +26,11 @@ def grid(tiles: int) -> tuple[int]:
     `tl.num_programs`.
     """
     return (max(1, min(tiles, MAX_PROGRAMS)),)
+
+
+def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Launch on the tensor's device: Triton itself takes the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def unit(*sizes: int) -> int:

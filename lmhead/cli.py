@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from lmhead import demo
+from lmhead.comm import CollectiveError
 from lmhead.head import VERSION
 from lmhead.launch import LaunchError
 
@@ -83,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        # As an exception, so that ranks are ended and temporary files removed on the way out.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = demo.Options(
         model=arguments.model,
         ranks=arguments.ranks,
@@ -93,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         report = demo.run(options)
-    except (LaunchError, ValueError) as error:
+    except (CollectiveError, LaunchError, OSError, ValueError) as error:
         print(f"lmhead: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

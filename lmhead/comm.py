@@ -9,6 +9,7 @@ Payloads go to the backend as flat, contiguous 1-D views: graph capture takes no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,11 @@ class Comm:
             )
         self.ranks = dist.get_world_size(self.group)
         self.name = self.group.group_name
-        if self.ranks > 1:
+        self.serve(torch.device("cpu") if device is None else device)
+
+    def serve(self, device: torch.device) -> None:
+        """Find the backend for tensors of `device`; ValueError where the group has none."""
+        if self.group is not None and self.ranks > 1:
             self.backend = _backend(self.group, device)
 
     @classmethod
@@ -181,14 +186,18 @@ class Comm:
     def dump(
         self, call: Call, text: str, answers: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """With LMHEAD_DUMP=DIR, leave what this rank knows as DIR/lmhead-rank<r>-call<n>.json."""
+        """With LMHEAD_DUMP=DIR, leave what this rank knows as DIR/lmhead-rank<r>-call<n>.json.
+
+        An error is on its way already, so a folder that cannot be written hides nothing.
+        """
         folder = os.environ.get("LMHEAD_DUMP")
         if not folder:
             return
         record = self.record(call) | {"error": text, "ranks_said": answers}
         path = Path(folder) / f"lmhead-rank{self.rank}-call{call.number}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1))
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=1))
 
     def record(self, call: Call) -> dict[str, Any]:
         """The numbers of a call, for errors and dumps."""
@@ -254,8 +263,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     return group
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device | None) -> str:
-    device = torch.device("cpu") if device is None else device
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         return group._get_backend(device).name()
     except RuntimeError as error:
@@ -282,7 +290,7 @@ def _disagreement(answers: Sequence[Mapping[str, Any]]) -> str | None:
     if refused:
         return "; ".join(refused)
     differing = []
-    for field in answers[0]:
+    for field in dict.fromkeys(field for said in answers for field in said):
         values: dict[str, list[int]] = {}
         for rank, said in enumerate(answers):
             values.setdefault(json.dumps(said.get(field)), []).append(rank)
@@ -305,7 +313,7 @@ def _bad_pairs(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     for sender, said in enumerate(answers):
         for receiver, heard in enumerate(answers):
-            sends, expects = said["row_counts"], heard["row_counts"]
+            sends, expects = said.get("row_counts", []), heard.get("row_counts", [])
             if len(sends) == len(expects) == len(answers) and sends[receiver] != expects[receiver]:
                 found.append(
                     f"{sender}->{receiver}: {sends[receiver]} rows sent, {expects[receiver]} "

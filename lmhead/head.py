@@ -23,6 +23,9 @@ VERSION = "0.1.0"
 
 _exchange_calls = itertools.count(1)
 
+# What a capture must find ready: the row counts, and of `out` its row stride and alignment.
+_WarmKey = tuple[tuple[int, ...], tuple[int, int] | None]
+
 
 @dataclass(frozen=True)
 class WarmupReport:
@@ -102,7 +105,7 @@ class LMHead(nn.Module):
         self._workspace = Workspace()
         self._calls = 0
         self._closed = False
-        self._warmed: set[tuple[tuple[int, ...], int | None]] = set()
+        self._warmed: set[_WarmKey] = set()
         self._last_route: Route | None = None
         self.vocab_size = vocab_size
         self.scale = scale
@@ -135,7 +138,8 @@ class LMHead(nn.Module):
         except on a rank that needs padding rows; `copy=True` copies it, so that the full weight can
         be freed (and `torch.save` saves the shard alone).  The other options are the constructor's.
         """
-        vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+        if vocab_size is None and weight.dim():
+            vocab_size = weight.shape[0]
         comm = Comm(group, weight.device)
         with torch.no_grad():
             try:
@@ -151,7 +155,7 @@ class LMHead(nn.Module):
                     )
                     for full in (weight, bias)
                 )
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 # The other ranks wait in their constructor's check, so the mistake is told there.
                 comm.agree(
                     {}, error, Call("constructor", (), 0, str(weight.dtype), 0), weight.device
@@ -161,6 +165,7 @@ class LMHead(nn.Module):
             if copy:
                 shard = shard.clone()
                 bias_shard = None if bias_shard is None else bias_shard.clone()
+        assert vocab_size is not None
         return cls(shard, vocab_size, group, bias=bias_shard, **options)  # type: ignore[arg-type]
 
     @property
@@ -230,9 +235,13 @@ class LMHead(nn.Module):
         if ops.is_capturing(device):
             raise RuntimeError("warmup cannot run inside a capture: call it before")
         self._workspace.capturing(False)
+        wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
+        if out is not None:
+            for counts in wanted:
+                part = out[: counts.own]
+                shapes.check_out(part, counts.own, self.vocab_size, self._logits_dtype, device)
         before = _free_bytes(device)
         moved = self._comm.warm_up(device)
-        wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
         largest = max(counts.largest for counts in wanted)
         ops.reserve_gather(self._comm, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
@@ -318,6 +327,7 @@ class LMHead(nn.Module):
             self.weight.dtype, self._asked_logits, self._asked_wire
         )
         device = self.weight.device
+        self._comm.serve(device)
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
         self._route = choose(self.ranks, self._comm.backend, self._asked_route)
         if check_finite:
@@ -377,7 +387,7 @@ class LMHead(nn.Module):
         if error is not None:
             raise error
         assert plan is not None
-        key = (plan.rows.counts, None if out is None else out.stride(0))
+        key = (plan.rows.counts, None if out is None else (out.stride(0), out.data_ptr() % 16))
         if capturing:
             self._require_warm(key)
             if (gathered or self.ranks == 1) and plan.kernels == "triton":
@@ -430,11 +440,11 @@ class LMHead(nn.Module):
         call = Call("check", counts, self.shard, dtype, self._calls)
         self._comm.agree(fields, error, call, self.weight.device)
 
-    def _require_warm(self, key: tuple[tuple[int, ...], int | None]) -> None:
+    def _require_warm(self, key: _WarmKey) -> None:
         if key not in self._warmed:
-            counts, stride = key
+            counts, layout = key
             rows = counts[0] if len(set(counts)) == 1 else list(counts)
-            extra = "" if stride is None else ", out=that buffer"
+            extra = "" if layout is None else ", out=that buffer"
             raise RuntimeError(
                 f"rows {rows} are captured before they were warmed up: call "
                 f"warmup(rows=[{rows}]{extra}) before the "

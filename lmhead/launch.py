@@ -6,6 +6,7 @@ the rank and the cause.  Children end with their parent, so nothing is left runn
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -60,7 +61,7 @@ def run(job: Job, ranks: int, *arguments: Any, timeout_s: float = TIMEOUT_S) -> 
     with tempfile.TemporaryDirectory(prefix="lmhead-") as folder:
         context = start_processes(
             _entry,
-            args=(job, ranks, folder, arguments, timeout_s),
+            args=(job, ranks, folder, os.getpid(), arguments, timeout_s),
             nprocs=ranks,
             join=False,
             start_method="spawn",
@@ -71,12 +72,28 @@ def run(job: Job, ranks: int, *arguments: Any, timeout_s: float = TIMEOUT_S) -> 
                 pass
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise LaunchError(_cause(context, error)) from error
-        return pickle.loads((Path(folder) / "result").read_bytes())
+        finally:  # an interrupt too takes the ranks along
+            for process in context.processes:
+                process.kill()
+        try:
+            return pickle.loads((Path(folder) / "result").read_bytes())
+        except FileNotFoundError as error:
+            raise LaunchError("rank 0 ended without a result: it was interrupted") from error
+
+
+def world_size(ranks: int) -> int:
+    """The number of ranks that `run` would run on: torchrun's, or `ranks`."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks
+
+
+def local_ranks(ranks: int) -> int:
+    """How many of `ranks` ranks run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
 
 
 def require_memory(needed: int, what: str) -> None:
-    """LaunchError where this machine has less than `needed` bytes of memory available (Linux;
-    elsewhere no check).
+    """LaunchError where fewer than `needed` bytes of memory are available: on the machine, or in
+    this process's control group (Linux; elsewhere no check).
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -84,17 +101,28 @@ def require_memory(needed: int, what: str) -> None:
         return
     fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
     if needed > available:
         raise LaunchError(
-            f"{what} needs about {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} "
-            "GiB are available: "
-            "use fewer --ranks"
+            f"{what} needs about {needed / 2**30:.1f} GiB of memory and "
+            f"{available / 2**30:.1f} GiB are available: use fewer ranks (--ranks)"
         )
 
 
 def _entry(
-    rank: int, job: Job, ranks: int, folder: str, arguments: tuple[Any, ...], timeout_s: float
+    rank: int,
+    job: Job,
+    ranks: int,
+    folder: str,
+    parent: int,
+    arguments: tuple[Any, ...],
+    timeout_s: float,
 ) -> None:
+    if os.getppid() != parent:  # it died while we were imported, before it could take us along
+        return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     device = _join(f"file://{folder}/store", rank, ranks, rank, ranks, timeout_s)
     result = job(rank, ranks, device, *arguments)

@@ -83,7 +83,10 @@ def checking() -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # the current stream is one of the current device
+        return torch.cuda.is_current_stream_capturing()
 
 
 def check_call(

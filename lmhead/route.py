@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROUTES = ("all_to_all", "all_gather")
-# Backends whose all_to_all_single takes flat tensors with split sizes.  MPI's and vendors' that are
-# not listed still work through the fallback, or by asking for the route.
+# Backends whose all_to_all_single is known to take flat tensors with split sizes.  Others work
+# through the fallback, or by asking for the route.
 ALL_TO_ALL_BACKENDS = frozenset({"gloo", "nccl", "ucc", "xccl", "hccl", "mpi", "fake"})
 
 

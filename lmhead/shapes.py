@@ -48,7 +48,11 @@ def shard_weight(
     missing rows, the padding, are zero.  `full` may have more rows than `vocab_size` (an embedding
     padded elsewhere).
     """
+    if full.dim() == 0:
+        raise ValueError("full must be [V, H] or [V], got a scalar")
     vocab = full.shape[0] if vocab_size is None else vocab_size
+    if isinstance(vocab, bool) or not isinstance(vocab, int):
+        raise TypeError(f"vocab_size must be an int, got {type(vocab).__name__}")
     if full.dim() not in (1, 2) or full.shape[0] < vocab:
         raise ValueError(
             f"full must be [V, H] or [V] with V >= {vocab} rows, got {tuple(full.shape)}"

@@ -55,6 +55,7 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self._closed = False
         self._folder = tempfile.TemporaryDirectory(prefix="lmhead-ranks-")
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -74,7 +75,8 @@ class Pool:
     def outcomes(self, job: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Outcome]:
         """Run `job(rank, ranks, *args)` on every rank; what each returned or raised, in order."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((job, args)))
+            with contextlib.suppress(BrokenPipeError):  # found dead below
+                pipe.send_bytes(pickle.dumps((job, args)))
         found: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
         while len(found) < self.ranks:
@@ -107,6 +109,9 @@ class Pool:
         return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -121,7 +126,9 @@ _pools: dict[int, Pool] = {}
 
 def pool(ranks: int) -> Pool:
     """The pool of `ranks` processes, made anew if a job has broken it."""
-    if ranks not in _pools or not _pools[ranks].alive:
+    if ranks in _pools and not _pools[ranks].alive:
+        _pools.pop(ranks).close()
+    if ranks not in _pools:
         _pools[ranks] = Pool(ranks)
     return _pools[ranks]
 

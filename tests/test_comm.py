@@ -246,3 +246,63 @@ def test_warm_up_runs_both_collectives_once() -> None:
         assert difference == 0
         assert names[0] == "all_to_all_single" and names[1].startswith("all_gather")
         assert len(names) == 2
+
+
+def _crossed_checks(rank: int, ranks: int) -> list[str]:
+    """One rank builds a head while the other calls: both find out in the same small all-gather."""
+    head = lmhead.LMHead(torch.eye(4)[2 * rank : 2 * rank + 2], 4)
+    found = []
+    for builder in (0, 1):
+        try:
+            if rank == builder:
+                lmhead.LMHead(torch.eye(4)[2 * rank : 2 * rank + 2], 4)
+            else:
+                os.environ["LMHEAD_CHECK"] = "1"
+                lmhead.exchange(torch.ones(2, 2), vocab_size=4)
+        except ValueError as error:
+            found.append(str(error).split(": ", 1)[1])
+    head.close()
+    return found
+
+
+def test_different_calls_that_meet_in_the_check_raise_on_both_ranks() -> None:
+    ours, theirs = pool(2).run(_crossed_checks)
+    assert ours == theirs and len(ours) == 2
+    assert all(text.startswith("the ranks disagree: ") and "row_counts is" in text for text in ours)
+
+
+def _warmup_refused(rank: int, ranks: int) -> list[object]:
+    """Rows and `out` are looked at before the first collective; then a good call still works."""
+    head = lmhead.LMHead(torch.eye(4)[2 * rank : 2 * rank + 2], 4)
+    found: list[object] = []
+    with mock.patch.object(Comm, "exchange", side_effect=AssertionError("a collective")):
+        for rows, out in (([2, -1], None), ([1, 3], torch.empty(2, 4)), ([2], torch.empty(2, 5))):
+            try:
+                head.warmup(rows, out=out)
+            except ValueError as error:
+                found.append(str(error))
+    found.append(len(head.warmup([1, 2], out=torch.empty(2, 4)).rows))
+    return found
+
+
+def test_warmup_refuses_bad_rows_and_buffers_before_any_collective() -> None:
+    for found in pool(2).run(_warmup_refused):
+        assert "non-negative ints, got [-1, -1]" in found[0]
+        assert "out must be [3, 4], got (2, 4)" in found[1]
+        assert "out must be [2, 4], got (2, 5)" in found[2]
+        assert found[3] == 2
+
+
+def _unwritable_dump(rank: int, ranks: int, folder: str) -> str:
+    os.environ |= {"LMHEAD_CHECK": "1", "LMHEAD_DUMP": f"{folder}/file/below"}
+    try:
+        lmhead.exchange(torch.ones(2 + 2 * rank, 2), vocab_size=4)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for text in pool(2).run(_unwritable_dump, str(tmp_path)):
+        assert text.startswith("ValueError: ") and "the ranks disagree" in text

@@ -143,6 +143,20 @@ def test_a_missing_package_is_one_clear_line(
     assert len(lines) == 1 and missing.replace("_", "-") in lines[0] and "make demo" in lines[0]
 
 
+@pytest.mark.parametrize(("prompts", "text"), [(["a"] * 9, "9 prompts"), ([" "], "empty")])
+def test_prompts_that_cannot_be_decoded_are_one_clear_line(
+    prompts: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "_gguf", lambda: Path("unused"))
+    options = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert cli.main(["demo", "--ranks", "4", *options]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and text in lines[0]
+
+
 def test_too_little_memory_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--model", "synthetic", "--ranks", "4000"]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
@@ -173,7 +187,11 @@ def test_a_killed_rank_ends_the_demo_and_leaves_no_orphan() -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-def test_ranks_end_with_a_parent_that_is_killed() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "number"), [(0.3, signal.SIGKILL), (6, signal.SIGKILL), (6, signal.SIGTERM)]
+)
+def test_ranks_end_with_a_parent_that_is_killed(seconds: float, number: int) -> None:
+    """While they import, and while they exchange."""
     process = subprocess.Popen(
         [*LMHEAD, "demo", "--model", "synthetic", "--ranks", "2", "--rounds", "100000"],
         env=environment(),
@@ -183,9 +201,9 @@ def test_ranks_end_with_a_parent_that_is_killed() -> None:
     end = time.monotonic() + 60
     while len(ranks := children(process.pid)) < 2 and time.monotonic() < end:
         time.sleep(0.1)
-    time.sleep(6)
-    process.kill()
-    process.wait()
+    time.sleep(seconds)
+    process.send_signal(number)
+    process.wait(timeout=30)
     end = time.monotonic() + 30
     while any(running(rank) for rank in ranks) and time.monotonic() < end:
         time.sleep(0.1)

@@ -23,7 +23,13 @@ from probes import offset_probe, round_probe, tanh_probe
 
 import lmhead
 from lmhead.kernels import gemm, reassemble, tiles
-from lmhead.kernels.config import GemmConfig, ReassembleConfig
+from lmhead.kernels.config import (
+    ARCHS,
+    GemmConfig,
+    ReassembleConfig,
+    ReassembleShape,
+    fits,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +68,8 @@ def test_h6_every_config_moves_the_same_bytes(block_s: int, warps: int) -> None:
     want = transposed(source)
     for kind, rows in (("band", 128), ("band", 256), ("cycle", 1), ("cycle", 16)):
         config = ReassembleConfig(kind, rows, block_s, warps)
+        if not fits(config, ARCHS["sm_90"], ReassembleShape(8, 9, 530, 2)):
+            continue  # more than registers hold
         assert_same_bits(reassemble.reassemble(source.clone(), config), want)
     for rows in (1, 8, 32):
         out = torch.empty(9, 4000, dtype=torch.bfloat16, device=DEVICE)

@@ -29,7 +29,7 @@ ALLOWED = {
     "ops": {"comm", "kernels", "reference", "route", "shapes", "workspace"},
     "head": {"comm", "ops", "route", "shapes", "workspace"},
     "demo": {"compare", "head", "launch", "shapes", "timing"},
-    "cli": {"demo", "head", "launch"},
+    "cli": {"comm", "demo", "head", "launch"},
 }
 RUNTIME = {"torch", "triton", "lmhead"}
 # Extras of the demo, imported inside the functions that need them.

@@ -62,3 +62,7 @@ def test_make_targets_exist() -> None:
     assert targets and all(
         re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets
     )
+
+
+def test_no_placeholder_is_left() -> None:
+    assert not re.search(r"@[A-Z]+@|TODO|TBD", (ROOT / "README.md").read_text())

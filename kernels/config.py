@@ -147,12 +147,8 @@ def fits(
 
 
 def _gemm_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
-    blocks = [
-        config.block_t,
-        config.block_v,
-        config.block_h,
-        *([config.tail_t] * (config.tail_t > 0)),
-    ]
+    blocks = [config.block_t, config.block_v, config.block_h]
+    blocks += [config.tail_t] if config.tail_t else []
     # 16 is the least extent of a dot operand that every supported architecture takes.
     if not all(_power_of_2(block) and block >= 16 for block in blocks) or config.num_stages < 1:
         return False
@@ -175,6 +171,9 @@ def _bulk_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
     if not bulk_loadable(shape) or config.block_h * shape.itemsize > 2 * SWIZZLE_BYTES:
         return False
     if config.tail_t > config.block_t or max(config.block_t, config.block_v) > MAX_BULK_EXTENT:
+        return False
+    # With 16 warps Triton 3.8 leaves the tensor cores that write tensor memory unused.
+    if arch.tensor_memory_columns and config.num_warps > 8:
         return False
     steps = -(-shape.hidden // config.block_h)
     if not (_power_of_2(config.splits) and config.splits <= max(1, steps // config.num_stages)):

@@ -262,8 +262,9 @@ def why_not_bulk(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
             return f"{name} is {tensor.dtype}, and no tensor core keeps full fp32"
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             return f"{name}'s columns are {tensor.stride(1)} elements apart"
-        if tensor.stride(0) * size % 16 or tensor.stride(0) < tensor.shape[1]:
-            return f"{name}'s rows are {tensor.stride(0) * size} bytes apart, no multiple of 16"
+        pitch = tensor.stride(0) * size
+        if pitch % 16 or tensor.stride(0) < tensor.shape[1]:
+            return f"{name}'s rows are {pitch} bytes apart, not a multiple of 16 that holds a row"
         if tensor.data_ptr() % 16:
             return f"{name} starts at an address that is no multiple of 16"
     return None

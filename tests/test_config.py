@@ -164,6 +164,7 @@ BULK_SHAPE = GemmShape(rows=288, shard=16160, hidden=7168, itemsize=2)
         ({"splits": 3}, {}),
         ({"splits": 64}, {}),  # fewer steps a split than the pipeline is deep
         ({"num_warps": 2}, {}),
+        ({"num_warps": 16}, {}),  # tensor memory
         ({}, {"hidden": 7172}),  # rows that start between 16-byte borders
         ({}, {"itemsize": 4}),
     ],

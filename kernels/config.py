@@ -7,8 +7,9 @@ every rank picks the same.  The predicate `fits` serves defaults, tests and (lat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal
 
 # Bytes of one vectorised global access, and the width a band must have to use it.
 VECTOR_BYTES = 16
@@ -78,6 +79,15 @@ class GemmConfig:
         """Token rows of one program."""
         return self.block_t + self.tail_t
 
+    def __str__(self) -> str:
+        if self.kind == "library":
+            return "library"
+        rows = f"{self.block_t}+{self.tail_t}" if self.tail_t else f"{self.block_t}"
+        text = f"{self.kind} t{rows} v{self.block_v} h{self.block_h} warps{self.num_warps}"
+        text += f" stages{self.num_stages}"
+        text += f" splits{self.splits}" if self.splits > 1 else ""
+        return text + (" roles" if self.warp_specialize else "")
+
 
 LIBRARY = GemmConfig(0, 0, 0, 0, 0, kind="library")
 
@@ -96,6 +106,41 @@ class ReassembleConfig:
     block_rows: int
     block_s: int
     num_warps: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} rows{self.block_rows} s{self.block_s} warps{self.num_warps}"
+
+
+def to_dict(config: GemmConfig | ReassembleConfig) -> dict[str, Any]:
+    """A config as JSON takes it; what has its default is left out."""
+    defaults = {field.name: field.default for field in fields(config)}
+    return {name: value for name, value in asdict(config).items() if value != defaults[name]}
+
+
+def from_dict(
+    kind: type[GemmConfig] | type[ReassembleConfig], values: Mapping[str, Any]
+) -> GemmConfig | ReassembleConfig:
+    """The inverse of `to_dict`.  ValueError for an unknown, a missing or an ill-typed field: the
+    values come from a file.
+    """
+    known = {field.name: field for field in fields(kind)}
+    unknown = sorted(set(values) - set(known))
+    missing = sorted(
+        name
+        for name, field in known.items()
+        if field.default is MISSING and name not in values
+    )
+    if unknown or missing:
+        raise ValueError(f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}")
+    for name, value in values.items():
+        want = {"kind": str, "warp_specialize": bool}.get(name, int)
+        if type(value) is not want:
+            raise ValueError(f"{kind.__name__}: {name} must be {want.__name__}, got {value!r}")
+    words = {GemmConfig: ("pointer", "bulk", "library"), ReassembleConfig: ("band", "cycle", "copy")}
+    config = kind(**values)
+    if config.kind not in words[kind]:
+        raise ValueError(f"{kind.__name__}: kind must be one of {words[kind]}, got {config.kind!r}")
+    return config
 
 
 @dataclass(frozen=True)
@@ -158,7 +203,9 @@ def _gemm_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
     if stage * config.num_stages + BARRIER_BYTES > arch.shared_bytes:
         return False
     if arch.tensor_memory_columns:
-        if next_power_of_2(config.rows) > arch.tensor_memory_columns:
+        # An accumulator takes a column per token row and 128 vocabulary columns.
+        columns = config.rows * max(1, config.block_v // 128)
+        if next_power_of_2(columns) > arch.tensor_memory_columns:
             return False
     elif config.rows * config.block_v > MAX_ACCUMULATORS * WARP * config.num_warps:
         return False
@@ -203,31 +250,25 @@ def _thread_elements(shape: ReassembleShape) -> int:
     return BYTES_PER_THREAD // shape.itemsize
 
 
-def default_gemm(shape: GemmShape) -> GemmConfig:
-    """The untuned choice: right everywhere, within the limits of every arch in `ARCHS`, and without
-    a spill on them (Triton 3.8).
+def default_gemm(shape: GemmShape, arch: Arch = ARCHS["sm_90"]) -> GemmConfig:
+    """The untuned choice: right everywhere, and without a spill on every arch in `ARCHS`.
 
-    Up to 288 rows (8 ranks of 36, as published for DeepSeek-V4-Pro), and S a multiple of 8, a
-    program holds all token rows, so that every weight byte is read once; elsewhere a weight tile is
-    read again, from L2, by the program next in order.
+    Up to 512 rows a program holds all token rows, so that every weight byte is read once; above, a
+    weight tile is read again, from L2, by the programs next in order.
     """
     if shape.itemsize >= 4:  # no tensor core keeps full fp32
         return LIBRARY
     if not bulk_loadable(shape):
         return default_pointer_gemm(shape)
-    # Where rows of the result start anywhere, every element needs an address of its own.
-    scattered = bool(shape.shard % 8)
-    block_t = min(128, max(16, next_power_of_2(shape.rows)))
-    tail_t, block_v = 0, 128
-    if not scattered and 256 < shape.rows <= 288:
-        block_t, tail_t = 256, 32
-        # 256 x 128 accumulators leave no registers for fp32 results or an epilogue.
-        block_v = 64 if shape.out_itemsize > 2 or shape.epilogue else 128
-    elif not scattered and shape.rows > 128:
-        # Two accumulators are finished one after the other: fewer registers than one of 256.
-        tail_t = 128
+    block_t = min(256, max(16, next_power_of_2(shape.rows)))
+    tail_t = 0
+    if 256 < shape.rows <= 512:
+        tail_t = max(16, next_power_of_2(shape.rows - 256))
+    block_v = 128
+    if not arch.tensor_memory_columns and tail_t > 32:
+        block_v = 64  # as many accumulators as the registers hold
     stage = (block_t + tail_t + block_v) * 64 * shape.itemsize
-    stages = min(6, (ARCHS["sm_90"].shared_bytes - BARRIER_BYTES) // stage)
+    stages = min(6, (arch.shared_bytes - BARRIER_BYTES) // stage)
     return GemmConfig(
         block_t, block_v, 64, num_warps=8, num_stages=stages, kind="bulk", tail_t=tail_t
     )

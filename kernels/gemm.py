@@ -27,6 +27,9 @@ from .config import GemmConfig, GemmShape, default_gemm, default_pointer_gemm
 # Flat fp32 memory by purpose and number of elements.
 Scratch = Callable[[str, int], torch.Tensor]
 
+# Token rows of an accumulator that pass through registers at a time.
+FINISH_ROWS = tl.constexpr(32)
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,8 +56,79 @@ def epilogue(
 
 
 @triton.jit
+def _finish(
+    acc,  # [BLOCK_V, BLOCK_T] fp32
+    bias_ptr,
+    partial_ptr,
+    partial_stride_t,
+    t,  # the first token row
+    T,
+    v,  # the first column of the shard
+    S,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The epilogue, one rounding, and the store into rows t.. of partial: destination-major,
+    columns contiguous.
+
+    Rows are taken FINISH_ROWS at a time.  A whole accumulator of 256 in registers, with the
+    epilogue's temporaries and addresses, spills; so it is halved until a part is small.  256 + 32
+    rows of bf16 then take 50 registers where they took 204 (sm_100, Triton 3.8).
+    """
+    if BLOCK_T > FINISH_ROWS:
+        half: tl.constexpr = BLOCK_T // 2
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_V, 2, half)), (0, 2, 1)))
+        _finish(
+            low,
+            bias_ptr,
+            partial_ptr,
+            partial_stride_t,
+            t,
+            T,
+            v,
+            S,
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SCALE,
+            HAS_SOFTCAP,
+            half,
+            BLOCK_V,
+        )
+        _finish(
+            high,
+            bias_ptr,
+            partial_ptr,
+            partial_stride_t,
+            t + half,
+            T,
+            v,
+            S,
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SCALE,
+            HAS_SOFTCAP,
+            half,
+            BLOCK_V,
+        )
+    else:
+        columns = v + tl.arange(0, BLOCK_V)
+        rows = t + tl.arange(0, BLOCK_T)
+        acc = epilogue(
+            acc, bias_ptr, columns, columns < S, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
+        )
+        _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S)
+
+
+@triton.jit
 def _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S):
-    """acc [BLOCK_V, BLOCK_T] -> partial[rows, columns]: destination-major, columns contiguous."""
+    """acc [BLOCK_V, BLOCK_T] -> partial[rows, columns]."""
     partial = partial_ptr + tiles.offset(rows, partial_stride_t)[None, :] + columns[:, None]
     mask = (columns < S)[:, None] & (rows < T)[None, :]
     tl.store(partial, tiles.round_to(acc, partial_ptr.dtype.element_ty), mask=mask)
@@ -105,29 +179,44 @@ def _bulk_kernel(
             acc = tiles.dot(w, hidden_desc.load([t, h]).T, acc)
             if TAIL_T > 0:
                 tail = tiles.dot(w, tail_desc.load([t + BLOCK_T, h]).T, tail)
-        columns = v + tl.arange(0, BLOCK_V)
-        rows = t + tl.arange(0, BLOCK_T)
         target = partial_ptr
         if SPLITS > 1:
             target += tiles.offset(split, T) * S
-        acc = epilogue(
-            acc, bias_ptr, columns, columns < S, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
+        _finish(
+            acc,
+            bias_ptr,
+            target,
+            partial_stride_t,
+            t,
+            T,
+            v,
+            S,
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SCALE,
+            HAS_SOFTCAP,
+            BLOCK_T,
+            BLOCK_V,
         )
-        _store(acc, target, partial_stride_t, rows, T, columns, S)
         if TAIL_T > 0:
-            tail = epilogue(
+            _finish(
                 tail,
                 bias_ptr,
-                columns,
-                columns < S,
+                target,
+                partial_stride_t,
+                t + BLOCK_T,
+                T,
+                v,
+                S,
                 scale,
                 softcap,
                 HAS_BIAS,
                 HAS_SCALE,
                 HAS_SOFTCAP,
+                TAIL_T,
+                BLOCK_V,
             )
-            rows = t + BLOCK_T + tl.arange(0, TAIL_T)
-            _store(tail, target, partial_stride_t, rows, T, columns, S)
 
 
 @triton.jit
@@ -178,14 +267,27 @@ def _pointer_kernel(
                 other=0.0,
             )
             acc = tiles.dot(w, x, acc)
-        acc = epilogue(
-            acc, bias_ptr, columns, live_columns, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP
+        _finish(
+            acc,
+            bias_ptr,
+            partial_ptr,
+            partial_stride_t,
+            tile % tiles_t * BLOCK_T,
+            T,
+            tile // tiles_t * BLOCK_V,
+            S,
+            scale,
+            softcap,
+            HAS_BIAS,
+            HAS_SCALE,
+            HAS_SOFTCAP,
+            BLOCK_T,
+            BLOCK_V,
         )
-        _store(acc, partial_ptr, partial_stride_t, rows, T, columns, S)
 
 
 @triton.jit
-def _finish_kernel(
+def _add_up_kernel(
     sums_ptr,  # [SPLITS, T, S] fp32, read; columns contiguous
     sums_stride_split,
     sums_stride_t,
@@ -336,12 +438,12 @@ def _launch_pointer(
     )
 
 
-def _launch_finish(sums: torch.Tensor, after: _Epilogue, out: torch.Tensor) -> None:
+def _launch_add_up(sums: torch.Tensor, after: _Epilogue, out: torch.Tensor) -> None:
     """sums [splits, T, S] fp32 -> out [T, S]: added up, epilogue, rounded once."""
     splits, T, S = sums.shape
     block_v, block_t = 256, 4
     tasks = triton.cdiv(S, block_v) * triton.cdiv(T, block_t)
-    _finish_kernel[tiles.grid(tasks)](
+    _add_up_kernel[tiles.grid(tasks)](
         sums_ptr=sums,
         sums_stride_split=sums.stride(0),
         sums_stride_t=sums.stride(1),
@@ -370,7 +472,7 @@ def _library(
     if weight.dtype == out.dtype and (after.plain or out.dtype == torch.float32):
         torch.mm(hidden, weight.t(), out=out)
         if not after.plain:  # each element is read and written by the one thread that owns it
-            _launch_finish(out.unsqueeze(0), after, out)
+            _launch_add_up(out.unsqueeze(0), after, out)
         return
     sums = scratch("sums", T * S).view(1, T, S)
     if weight.dtype == torch.float32:
@@ -379,7 +481,7 @@ def _library(
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=sums[0])
     else:  # the CPU's mm has no out_dtype
         torch.mm(hidden.float(), weight.float().t(), out=sums[0])
-    _launch_finish(sums, after, out)
+    _launch_add_up(sums, after, out)
 
 
 def launch_gemm(
@@ -401,7 +503,7 @@ def launch_gemm(
         (T, S), splits = out.shape, config.splits
         sums = scratch("sums", splits * T * S).view(splits, T, S)
         _launch_bulk(hidden, weight, NO_EPILOGUE, sums, config)
-        _launch_finish(sums, after, out)
+        _launch_add_up(sums, after, out)
 
 
 def gemm(

@@ -246,12 +246,12 @@ def test_gemm_uses_tensor_cores_wide_stores_and_no_spills(
 ) -> None:
     size = 4 if out == "float32" else 2
     calls: list[tuple[GemmConfig, dict[str, Any]]] = [
-        (default_gemm(GemmShape(rows, S, H, 2, size, bool(epilogue))), epilogue)
-        for rows, epilogue in itertools.product((1, 17, 64, 128, 200, 288), ({}, FULL))
+        (default_gemm(GemmShape(rows, S, H, 2, size, bool(epilogue)), ARCHS[arch]), epilogue)
+        for rows, epilogue in itertools.product((1, 17, 64, 128, 200, 288, 512), ({}, FULL))
     ]
-    assert [config.rows for config, _ in calls[::2]] == [16, 32, 64, 128, 256, 288]
+    assert [config.rows for config, _ in calls[::2]] == [16, 32, 64, 128, 256, 288, 512]
     if operands == "float16":
-        calls = calls[-2:-1]
+        calls = calls[-4:-3]
     ask = functools.partial(compiled.start, codegen.compile_gemm, arch, operands=operands, out=out)
     for report in [ask(config, **epilogue) for config, epilogue in calls]:
         report = report.result()

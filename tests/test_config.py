@@ -46,6 +46,7 @@ def test_default_gemm_fits_every_shape_on_every_arch(
 ) -> None:
     shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize, epilogue)
     config = default_gemm(shape)
+    assert fits(default_gemm(shape, SM100), SM100, shape)
     assert all(fits(config, arch, shape) for arch in ARCHS.values())
     assert (config.kind == "library") is (itemsize == 4)
     if config.kind == "library":
@@ -85,6 +86,14 @@ def test_defaults_for_the_published_workload() -> None:
     # All 288 rows in one program: each weight byte is read once.
     config = default_gemm(GemmShape(288, 16160, 7168, 2))
     assert (config.kind, config.block_t, config.tail_t, config.block_v) == ("bulk", 256, 32, 128)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 129, 256, 257, 288, 289, 320, 400, 512])
+def test_up_to_512_rows_one_program_holds_them_all(rows: int) -> None:
+    for arch in ARCHS.values():
+        config = default_gemm(GemmShape(rows, 16160, 7168, 2), arch)
+        assert config.rows >= rows and config.block_v >= 64
+    assert default_gemm(GemmShape(rows, 16160, 7168, 2), SM100).block_v == 128
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

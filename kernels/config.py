@@ -126,9 +126,7 @@ def from_dict(
     known = {field.name: field for field in fields(kind)}
     unknown = sorted(set(values) - set(known))
     missing = sorted(
-        name
-        for name, field in known.items()
-        if field.default is MISSING and name not in values
+        name for name, field in known.items() if field.default is MISSING and name not in values
     )
     if unknown or missing:
         raise ValueError(f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}")
@@ -136,7 +134,10 @@ def from_dict(
         want = {"kind": str, "warp_specialize": bool}.get(name, int)
         if type(value) is not want:
             raise ValueError(f"{kind.__name__}: {name} must be {want.__name__}, got {value!r}")
-    words = {GemmConfig: ("pointer", "bulk", "library"), ReassembleConfig: ("band", "cycle", "copy")}
+    words = {
+        GemmConfig: ("pointer", "bulk", "library"),
+        ReassembleConfig: ("band", "cycle", "copy"),
+    }
     config = kind(**values)
     if config.kind not in words[kind]:
         raise ValueError(f"{kind.__name__}: kind must be one of {words[kind]}, got {config.kind!r}")

@@ -22,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lmhead.kernels import gemm, reassemble
-from lmhead.kernels.config import ARCHS, Arch, GemmConfig, ReassembleConfig
+from lmhead.kernels.config import (
+    ARCHS,
+    VECTOR_BYTES,
+    Arch,
+    GemmConfig,
+    ReassembleConfig,
+)
 
 # Triton's names of the dtypes that cross a kernel's pointers, by torch's.
 POINTERS = {
@@ -71,6 +77,38 @@ class Report:
         if not any(opcode.startswith(GLOBAL_STORES) for opcode in self.counts):
             found.append(f"an empty body ({self.instructions} instructions, no store)")
         return found
+
+
+# The tensor-core instruction of each architecture.
+TENSOR_CORE = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+
+
+def shortcomings(
+    report: Report, config: GemmConfig | ReassembleConfig, out_itemsize: int, unit: int
+) -> list[str]:
+    """`Report.problems`, and whether a tuned kernel is what it should be: tensor cores and bulk
+    loads for a GEMM, 16-byte accesses where rows of S elements allow them (`unit` divides S).
+    """
+    found = report.problems(ARCHS[report.arch])
+    stores = {op: n for op, n in report.counts.items() if op.startswith("STG")}
+    wide = unit * out_itemsize % VECTOR_BYTES == 0
+    narrow = sum(n for op, n in stores.items() if op != "STG.E.128")
+    if isinstance(config, GemmConfig):
+        if config.splits > 1:  # fp32 partial sums
+            wide = unit * 4 % VECTOR_BYTES == 0
+        if config.kind == "bulk" and not report.count(TENSOR_CORE[report.arch]):
+            found.append(f"no {TENSOR_CORE[report.arch]}: the tensor cores are not used")
+        if config.kind == "bulk" and not report.count("UTMALDG"):
+            found.append("no UTMALDG: operands do not come by bulk loads")
+    else:
+        barriers = report.count("BAR")
+        if config.kind == "band" and barriers != 1:
+            found.append(f"{barriers} barriers instead of one")
+        if config.kind == "cycle":
+            narrow -= 1  # the one piece that a cycle sets aside
+    if wide and narrow > 0:
+        found.append(f"{narrow} stores narrower than 16 bytes")
+    return found
 
 
 def compile_kernel(

@@ -169,6 +169,22 @@ class Comm:
             else ValueError(f"lmhead {call.op}, call {call.number}: {text}")
         )
 
+    def share(self, data: bytes, call: Call, device: torch.device) -> bytes:
+        """`data` of rank 0 on every rank.  Waits for the device, so it never runs in a capture."""
+        if self.ranks == 1:
+            return data
+        size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        self._broadcast(size, call)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        else:
+            content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        self._broadcast(content, call)
+        return bytes(content.tolist())
+
+    def _broadcast(self, tensor: torch.Tensor, call: Call) -> None:
+        self._run("broadcast", call, lambda: dist.broadcast(tensor, group=self.group, group_src=0))
+
     def warm_up(self, device: torch.device) -> int:
         """Run both collectives once, as calls will, and return the bytes moved; before memory is
         measured.

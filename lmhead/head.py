@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lmhead import ops, shapes
+from lmhead.chooser import DEFAULTS, Chooser
 from lmhead.comm import Call, Comm
 from lmhead.ops import Plan
 from lmhead.route import Route, choose
 from lmhead.shapes import Rows
+from lmhead.tables import Choice
 from lmhead.workspace import Workspace
 
 VERSION = "0.1.0"
@@ -35,6 +37,9 @@ class WarmupReport:
     workspace_bytes: dict[str, int]  # kept buffers by purpose
     collective_bytes: int  # moved through the collectives before any call
     device_bytes: int | None  # device memory taken in all, the backend's included; None on CPU
+    # By row counts and kernel ("gemm", "reassemble", "copy"): the config of each launch and where
+    # it is from, the same on every rank; empty for torch's kernels.
+    configs: dict[tuple[int, ...], dict[str, Choice]]
 
     def __str__(self) -> str:
         held = sum(self.workspace_bytes.values())
@@ -242,6 +247,10 @@ class LMHead(nn.Module):
                 shapes.check_out(part, counts.own, self.vocab_size, self._logits_dtype, device)
         before = _free_bytes(device)
         moved = self._comm.warm_up(device)
+        if self._chooser is not None:
+            call = Call("warmup", (), self.shard, str(self.weight.dtype).removeprefix("torch."), 0)
+            if self._chooser.agree(self._comm, self._sizes, call, device):
+                self._warmed.clear()
         largest = max(counts.largest for counts in wanted)
         ops.reserve_gather(self._comm, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
@@ -259,6 +268,11 @@ class LMHead(nn.Module):
             workspace_bytes=self._workspace.bytes(),
             collective_bytes=moved,
             device_bytes=None if before is None or after is None else before - after,
+            configs={
+                counts.counts: self._chooser.choices(counts, self._sizes)
+                for counts in wanted
+                if self._chooser is not None
+            },
         )
 
     def close(self) -> None:
@@ -330,6 +344,15 @@ class LMHead(nn.Module):
         self._comm.serve(device)
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
         self._route = choose(self.ranks, self._comm.backend, self._asked_route)
+        self._sizes = ops.sizes_of(
+            self.weight,
+            self._wire_dtype,
+            self._logits_dtype,
+            self.bias,
+            float(self.scale),
+            self.softcap,
+        )
+        self._chooser = Chooser(device) if self._kernels == "triton" else None
         if check_finite:
             true_rows = max(0, min(self.shard, self.vocab_size - self._comm.rank * self.shard))
             finite = torch.isfinite(self.weight[:true_rows].detach()).all(dim=1)
@@ -351,6 +374,7 @@ class LMHead(nn.Module):
             self._route,
             float(self.scale),
             self.softcap,
+            DEFAULTS if self._chooser is None else self._chooser.configs(rows, self._sizes),
         )
 
     def _call(

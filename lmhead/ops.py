@@ -8,15 +8,18 @@ that are the same shape arithmetic and never touch a group.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from lmhead import comm as _comm
 from lmhead import reference, shapes
+from lmhead.chooser import DEFAULTS, Chooser, Configs, Sizes
 from lmhead.comm import Call, Comm
 from lmhead.kernels import gemm as _gemm_kernels
 from lmhead.kernels import reassemble as _reassemble_kernels
@@ -43,6 +46,7 @@ class Plan:
     route: Route
     scale: float = 1.0
     softcap: float | None = None
+    configs: Configs = DEFAULTS
 
     @property
     def exact(self) -> bool:
@@ -69,6 +73,31 @@ def choose_kernels(asked: str | None, device: torch.device) -> str:
             "before lmhead is imported"
         )
     return asked
+
+
+def sizes_of(
+    weight: torch.Tensor,
+    wire_dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Sizes:
+    """What of a head decides its kernel configs."""
+    return Sizes(
+        weight.shape[0],
+        wire_dtype.itemsize,
+        logits_dtype.itemsize,
+        hidden=weight.shape[1],
+        itemsize=weight.itemsize,
+        epilogue=bias is not None or scale != 1.0 or softcap is not None,
+    )
+
+
+@functools.cache
+def shipped_configs(device: torch.device) -> Chooser:
+    """The package's tables for a device, for callers that have no head to agree others with."""
+    return Chooser(device)
 
 
 def asked_route(asked: str | None) -> str | None:
@@ -170,14 +199,18 @@ def run_gemm(
     def scratch(name: str, numel: int) -> torch.Tensor:
         return work.take(name, numel, torch.float32, out.device)
 
-    gemm = _gemm_kernels.gemm if plan.kernels == "triton" else reference.gemm
-    gemm(hidden, weight, bias, scale=plan.scale, softcap=plan.softcap, out=out, scratch=scratch)
+    arguments: dict[str, Any] = {"scale": plan.scale, "softcap": plan.softcap, "scratch": scratch}
+    if plan.kernels == "triton":
+        config = plan.configs.gemm
+        _gemm_kernels.gemm(hidden, weight, bias, out=out, config=config, **arguments)
+    else:
+        reference.gemm(hidden, weight, bias, out=out, **arguments)
 
 
 def run_reassemble_into(plan: Plan, received: torch.Tensor, out: torch.Tensor) -> None:
     """[N, B, S] -> out [B, V], by the plan's kernels."""
     if plan.kernels == "triton":
-        _reassemble_kernels.reassemble_into(received, out)
+        _reassemble_kernels.reassemble_into(received, out, plan.configs.copy)
     else:
         reference.reassemble_into(received, out)
 
@@ -267,7 +300,7 @@ def run_exchange(
     comm.exchange(received, flat, out_splits, in_splits, call)
     blocks = received.view(ranks, own, shard)
     if settled and own > 1:
-        logits = _reassemble_kernels.reassemble(blocks)
+        logits = _reassemble_kernels.reassemble(blocks, plan.configs.in_place)
         return logits if out is None else out
     if settled:
         return received[: own * vocab].view(own, vocab) if out is None else out
@@ -330,16 +363,23 @@ def logits_op(
         shapes.check_epilogue(scale, softcap)
         shapes.check_vocab(vocab_size, weight.shape[0], ranks)
         logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
+        rows = shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank)
+        chosen = choose_kernels(kernels, hidden.device)
+        configs = DEFAULTS
+        if chosen == "triton":
+            sizes = sizes_of(weight, wire_dtype, logits_dtype, bias, scale, softcap)
+            configs = shipped_configs(hidden.device).configs(rows, sizes)
         plan = Plan(
-            shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank),
+            rows,
             weight.shape[0],
             vocab_size,
             logits_dtype,
             wire_dtype,
-            choose_kernels(kernels, hidden.device),
+            chosen,
             choose(comm.ranks, comm.backend, asked_route(route)),
             scale,
             softcap,
+            configs,
         )
     except (ValueError, TypeError) as caught:
         error = caught
@@ -442,14 +482,20 @@ def exchange_plan(
         raise TypeError(
             f"a {partial.dtype} partial travels as it is and cannot become {logits_dtype} here"
         )
+    chosen = choose_kernels(kernels, partial.device)
+    configs = DEFAULTS
+    if chosen == "triton":
+        sizes = Sizes(shard, partial.itemsize, logits_dtype.itemsize)
+        configs = shipped_configs(partial.device).configs(rows, sizes)
     return Plan(
         rows,
         shard,
         vocab_size,
         logits_dtype,
         partial.dtype,
-        choose_kernels(kernels, partial.device),
+        chosen,
         choose(comm.ranks, comm.backend, asked_route(route)),
+        configs=configs,
     )
 
 

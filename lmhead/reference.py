@@ -64,10 +64,23 @@ def gemm(
     return out
 
 
+def gemm_exact(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The same in fp64 throughout, unrounded: the truth that errors are measured against."""
+    acc = hidden.double() @ weight.double().t()
+    return _epilogue(acc, None if bias is None else bias.double(), scale, softcap)
+
+
 def _epilogue(
     acc: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """+ bias, * scale, then cap * tanh(x / cap), in place on fp32."""
+    """+ bias, * scale, then cap * tanh(x / cap), in place on fp32 or fp64."""
     if bias is not None:
         acc.add_(bias)
     if scale != 1.0:

@@ -1,0 +1,124 @@
+"""Which kernel configs a head's calls use: looked up once per row count, equal on every rank.
+
+Before `LMHead.warmup` a head knows the tables that the package ships, which are the same on all
+ranks.  A user's own table lies in one machine's files, so it counts only once the ranks agree on
+it: at warm-up, rank 0's entries for this head go to all.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from lmhead import tables
+from lmhead.comm import Call, Comm
+from lmhead.devices import arch_of, slug
+from lmhead.kernels.config import GemmConfig, GemmShape, ReassembleConfig, ReassembleShape
+from lmhead.shapes import Rows
+from lmhead.tables import Choice, Key, Table
+
+
+@dataclass(frozen=True)
+class Configs:
+    """What the kernels of one call are launched with; None lets a kernel take its default."""
+
+    gemm: GemmConfig | None = None
+    in_place: ReassembleConfig | None = None
+    copy: ReassembleConfig | None = None
+
+
+DEFAULTS = Configs()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All of a head that a config depends on, beside its rows.  Item sizes in bytes; `hidden` is 0
+    where the caller multiplies by itself.
+    """
+
+    shard: int
+    wire_itemsize: int
+    logits_itemsize: int
+    hidden: int = 0
+    itemsize: int = 0  # of the operands
+    epilogue: bool = False
+
+
+class Chooser:
+    """The tables as one device's head sees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arch = arch_of(device)
+        self._name = slug(device)
+        self._mode = "graph" if device.type == "cuda" else "eager"
+        self._shipped = _shipped(self._name)
+        self._user: Table | None = None
+        self._known: dict[tuple[Sizes, int, int, int], dict[str, Choice]] = {}
+
+    def agree(self, comm: Comm, sizes: Sizes, call: Call, device: torch.device) -> bool:
+        """Take rank 0's user entries for a head of these sizes; every rank calls.  Says whether the
+        entries are others than before: what was warmed up may then run differently.
+        """
+        text = b""
+        if comm.rank == 0:
+            wanted = [key for key, _ in self._keys(sizes, comm.ranks, 1, 1).values()]
+            mine = tables.select(tables.load_user(self._name), wanted, self._name)
+            text = tables.dump(mine).encode()
+        text = comm.share(text, call, device)
+        found = tables.parse(text.decode())
+        if self._user is not None and found.entries == self._user.entries:
+            return False
+        changed = bool(found.entries) or self._user is not None
+        self._user = found
+        self._known.clear()
+        return changed
+
+    def choices(self, rows: Rows, sizes: Sizes) -> dict[str, Choice]:
+        """The choices for a call by kernel: "gemm" where the head multiplies, and where there are
+        several ranks "reassemble" (in place) and "copy".
+        """
+        known = sizes, rows.ranks, rows.total, rows.own
+        if known not in self._known:
+            self._known[known] = {
+                kernel: tables.look_up(self._user, self._shipped, key, self._arch, shape)
+                for kernel, (key, shape) in self._keys(
+                    sizes, rows.ranks, rows.total, rows.own
+                ).items()
+            }
+        return self._known[known]
+
+    def configs(self, rows: Rows, sizes: Sizes) -> Configs:
+        """The same, as the kernels take them."""
+        found = {kernel: choice.config for kernel, choice in self.choices(rows, sizes).items()}
+        return Configs(found.get("gemm"), found.get("reassemble"), found.get("copy"))  # type: ignore[arg-type]
+
+    def _keys(
+        self, sizes: Sizes, ranks: int, total: int, own: int
+    ) -> dict[str, tuple[Key, GemmShape | ReassembleShape]]:
+        found: dict[str, tuple[Key, GemmShape | ReassembleShape]] = {}
+        if sizes.hidden:
+            shape = GemmShape(
+                total,
+                sizes.shard,
+                sizes.hidden,
+                sizes.itemsize,
+                sizes.wire_itemsize,
+                sizes.epilogue,
+            )
+            found["gemm"] = tables.gemm_key(shape, self._mode), shape
+        if ranks > 1 and own > 0:
+            wire, logits = sizes.wire_itemsize, sizes.logits_itemsize
+            moved = ReassembleShape(ranks, own, sizes.shard, wire)
+            cast = ReassembleShape(ranks, own, sizes.shard, max(wire, logits))
+            found["reassemble"] = tables.reassemble_key(moved, True, self._mode), moved
+            key = tables.reassemble_key(moved, False, self._mode, out_itemsize=logits)
+            found["copy"] = key, cast
+        return found
+
+
+@functools.cache
+def _shipped(name: str) -> Table | None:
+    """The package's table for a device, read once."""
+    return tables.load_shipped(name)

@@ -1,0 +1,357 @@
+"""Tables of tuned configs: what an entry says, how it is looked up, and how the file is kept safe.
+
+There is one JSON file per GPU model.  The package ships some (`lmhead/configs/`), and a user has
+one of their own, which `lmhead tune` writes.  Every entry says whether it was `measured`, with the
+machine and all timings, or `modelled`, with the terms of the model (`lmhead.estimate`).
+
+Lookup takes the user's measured entry, then the shipped measured one, the user's modelled one, the
+shipped modelled one, and where there is none the default of `lmhead.kernels.config`.  An entry
+whose config does not fit the device or the shape is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmhead.kernels.config import (
+    Arch,
+    GemmConfig,
+    GemmShape,
+    ReassembleConfig,
+    ReassembleShape,
+    default_gemm,
+    default_reassemble,
+    fits,
+    from_dict,
+    next_power_of_2,
+    to_dict,
+)
+
+Config = GemmConfig | ReassembleConfig
+Result = TypeVar("Result")
+FORMAT = 1
+SHIPPED = Path(__file__).parent / "configs"
+# A bucket holds the row counts up to it and above the one before.  The sums of two powers of two
+# are what the GEMM's two accumulators hold.
+GEMM_BUCKETS = (16, 32, 64, 128, 160, 192, 256, 288, 320, 384, 512, 1024, 2048, 4096)
+ORIGINS = ("measured", "modelled")
+# A file system that several machines share answers a rename or a read with these now and then.
+ATTEMPTS = 5
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What a config was chosen for.  Element sizes in bits: bf16 and fp16 run alike.
+
+    kernel: "gemm", "reassemble" (in place) or "copy" (out of place).  hidden: H, 0 for the copying
+    kernels.  ranks: N for the copying kernels, 0 for the GEMM, which knows T alone.  shard: S.
+    rows: the bucket of T.  mode: what the time is of: "graph" replays, or "eager" calls with their
+    launch cost.
+    """
+
+    kernel: str
+    hidden: int
+    ranks: int
+    shard: int
+    operand_bits: int
+    out_bits: int
+    epilogue: bool
+    mode: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A config and why it was chosen.  `us` is its time in microseconds; `details` are the model's
+    terms, or machine, versions, date and all timings of a measurement.
+    """
+
+    config: Config
+    origin: str
+    us: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config that a lookup came to, and where it is from: "measured (user)", "modelled
+    (shipped)", "default", ...
+    """
+
+    config: Config
+    source: str
+    us: float | None = None
+
+
+@dataclass
+class Table:
+    """One device's entries; per key at most one of each origin."""
+
+    device: str
+    entries: dict[Key, dict[str, Entry]] = field(default_factory=dict)
+
+    def add(self, key: Key, entry: Entry) -> None:
+        if entry.origin not in ORIGINS:
+            raise ValueError(f"origin must be one of {ORIGINS}, got {entry.origin!r}")
+        self.entries.setdefault(key, {})[entry.origin] = entry
+
+    def merged(self, other: Table) -> Table:
+        """These entries and `other`'s; `other`'s where both have one."""
+        both = Table(self.device, {key: dict(found) for key, found in self.entries.items()})
+        for key, found in other.entries.items():
+            both.entries.setdefault(key, {}).update(found)
+        return both
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self.entries.values())
+
+
+def bucket(rows: int) -> int:
+    """The bucket of T rows for the GEMM: the next of `GEMM_BUCKETS`; beyond them the last."""
+    return next((size for size in GEMM_BUCKETS if rows <= size), GEMM_BUCKETS[-1])
+
+
+def gemm_key(shape: GemmShape, mode: str = "graph") -> Key:
+    return Key(
+        "gemm",
+        shape.hidden,
+        0,
+        shape.shard,
+        8 * shape.itemsize,
+        8 * shape.out_itemsize,
+        shape.epilogue,
+        mode,
+        bucket(shape.rows),
+    )
+
+
+def reassemble_key(
+    shape: ReassembleShape, in_place: bool, mode: str = "graph", out_itemsize: int | None = None
+) -> Key:
+    """The copying kernels' buckets of T = N*B are the powers of two up to 4096, a band's sizes."""
+    kernel = "reassemble" if in_place else "copy"
+    out_bits = 8 * (out_itemsize or shape.itemsize)
+    rows = min(4096, next_power_of_2(shape.ranks * shape.rows))
+    return Key(kernel, 0, shape.ranks, shape.shard, 8 * shape.itemsize, out_bits, False, mode, rows)
+
+
+def look_up(
+    user: Table | None,
+    shipped: Table | None,
+    key: Key,
+    arch: Arch,
+    shape: GemmShape | ReassembleShape,
+) -> Choice:
+    """The config for `shape`: a pure function of the tables, the architecture and the shape."""
+    for origin in ORIGINS:
+        for name, table in (("user", user), ("shipped", shipped)):
+            entry = None if table is None else table.entries.get(key, {}).get(origin)
+            if entry is not None and fits(entry.config, arch, shape):
+                return Choice(entry.config, f"{origin} ({name})", entry.us)
+    if isinstance(shape, GemmShape):
+        return Choice(default_gemm(shape, arch), "default")
+    return Choice(default_reassemble(shape, in_place=key.kernel == "reassemble"), "default")
+
+
+# The file.
+
+
+def user_folder() -> Path:
+    """Where a user's tables are: LMHEAD_CONFIGS, or lmhead in the XDG cache directory."""
+    asked = os.environ.get("LMHEAD_CONFIGS")
+    if asked:
+        return Path(asked)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmhead"
+
+
+def load_shipped(device: str) -> Table | None:
+    """The table that the package brings for a device ("b200"), or None."""
+    path = SHIPPED / f"{device}.json"
+    return parse(path.read_text(), device) if path.is_file() else None
+
+
+def load_user(device: str) -> Table | None:
+    """The user's table, or None where there is none.  A file that cannot be read or understood is
+    one warning, and as good as none: a broken cache must not take a server down.
+    """
+    path = user_folder() / f"{device}.json"
+    try:
+        return parse(_patiently(path.read_text), device)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        warnings.warn(
+            f"lmhead: the table of tuned configs {path} is not used ({error}); `lmhead tune` "
+            "writes a new one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def save_user(table: Table) -> Path | None:
+    """Add a table's entries to the user's file and return its path; None, after one warning, where
+    it cannot be written.
+
+    Whoever reads sees the old file or the new one, never half of one (written beside it, then
+    renamed); two that save at the same time both end up in the file (one lock, and what is there is
+    read again under it).
+    """
+    path = user_folder() / f"{table.device}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is broken is replaced
+                there = load_user(table.device)
+            _patiently(lambda: write(path, table if there is None else there.merged(table)))
+    except OSError as error:
+        warnings.warn(
+            f"lmhead: tuned configs could not be written to {path} ({error})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return path
+
+
+def write(path: Path, table: Table) -> None:
+    """Write a table so that a reader never sees half of it."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(dump(table))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time.  The lock is a file of its own, since the table's is replaced."""
+    with open(path.with_name(f".{path.name}.lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _patiently(action: Callable[[], Result]) -> Result:
+    """Repeat what a shared file system refuses for a moment; the last refusal counts."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return action()
+        except (IsADirectoryError, PermissionError, UnicodeError):
+            raise
+        except OSError:
+            if attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(PAUSE_S)
+    raise AssertionError("unreachable")
+
+
+# Its text: one group per shape, one line per row bucket, so that a change is a readable diff.
+
+_GROUP = ("kernel", "hidden", "ranks", "shard", "operand_bits", "out_bits", "epilogue", "mode")
+
+
+def dump(table: Table) -> str:
+    """A table as JSON."""
+    groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+    for key in sorted(table.entries):
+        group = groups.setdefault(tuple(getattr(key, name) for name in _GROUP), [])
+        found = table.entries[key]
+        group.extend((key.rows, found[origin]) for origin in ORIGINS if origin in found)
+    parts = []
+    for values, entries in groups.items():
+        head = json.dumps(dict(zip(_GROUP, values, strict=True)))[:-1]
+        lines = ",\n".join(
+            "   "
+            + json.dumps(
+                {
+                    "rows": rows,
+                    "config": to_dict(entry.config),
+                    "origin": entry.origin,
+                    "us": entry.us,
+                    **entry.details,
+                }
+            )
+            for rows, entry in entries
+        )
+        parts.append(f'  {head}, "entries": [\n{lines}\n  ]}}')
+    body = ",\n".join(parts)
+    return (
+        f'{{\n "format": {FORMAT},\n "device": {json.dumps(table.device)},\n'
+        f' "groups": [\n{body}\n ]\n}}\n'
+    )
+
+
+def parse(text: str, device: str | None = None) -> Table:
+    """The inverse of `dump`.  ValueError for anything that is not a table (of `device`)."""
+    try:
+        found = json.loads(text)
+        device = found["device"] if device is None else device
+        if found["format"] != FORMAT or found["device"] != device:
+            raise ValueError(
+                f"format {FORMAT} for {device!r} expected, got {found['format']!r} for "
+                f"{found['device']!r}"
+            )
+        table = Table(device)
+        for group in found["groups"]:
+            shared = {name: group[name] for name in _GROUP}
+            for line in group["entries"]:
+                key = Key(**shared, rows=line["rows"])
+                _require_plain(key)
+                table.add(key, _entry(key, line))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no table of tuned configs: {type(error).__name__} {error}") from error
+    return table
+
+
+def _entry(key: Key, line: Mapping[str, Any]) -> Entry:
+    rest = {
+        name: value
+        for name, value in line.items()
+        if name not in ("rows", "config", "origin", "us")
+    }
+    kind = GemmConfig if key.kernel == "gemm" else ReassembleConfig
+    us = line["us"]
+    if isinstance(us, bool) or not isinstance(us, int | float):
+        raise ValueError(f"us must be a number, got {us!r}")
+    return Entry(from_dict(kind, line["config"]), line["origin"], float(us), rest)
+
+
+def _require_plain(key: Key) -> None:
+    for name, value in asdict(key).items():
+        want = {"kernel": str, "mode": str, "epilogue": bool}.get(name, int)
+        if type(value) is not want:
+            raise ValueError(f"{name} must be {want.__name__}, got {value!r}")
+    if key.kernel not in ("gemm", "reassemble", "copy"):
+        raise ValueError(f"unknown kernel {key.kernel!r}")
+
+
+def select(table: Table | None, wanted: Iterable[Key], device: str) -> Table:
+    """The entries that serve any bucket of the shapes in `wanted`, without their details: what rank
+    0 sends the others at warm-up.
+    """
+    shapes = {replace(key, rows=0) for key in wanted}
+    found = Table(device)
+    for key, entries in ({} if table is None else table.entries).items():
+        if replace(key, rows=0) in shapes:
+            for entry in entries.values():
+                found.add(key, Entry(entry.config, entry.origin, entry.us))
+    return found

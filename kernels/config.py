@@ -146,8 +146,8 @@ def from_dict(
 
 @dataclass(frozen=True)
 class GemmShape:
-    """T gathered rows, S shard rows, H hidden; itemsize in bytes of the operands and of the result;
-    `epilogue`: there is a bias, a scale or a softcap.
+    """T gathered rows, S shard rows, H hidden; itemsize in bytes of the operands and of the
+    result.
     """
 
     rows: int
@@ -155,7 +155,6 @@ class GemmShape:
     hidden: int
     itemsize: int
     out_itemsize: int = 2
-    epilogue: bool = False
 
 
 @dataclass(frozen=True)

@@ -560,7 +560,6 @@ def gemm(
         hidden=weight.shape[1],
         itemsize=weight.element_size(),
         out_itemsize=out.element_size(),
-        epilogue=not after.plain,
     )
     if config is None:
         config = default_gemm(shape)

@@ -43,7 +43,6 @@ class Sizes:
     logits_itemsize: int
     hidden: int = 0
     itemsize: int = 0  # of the operands
-    epilogue: bool = False
 
 
 class Chooser:
@@ -105,7 +104,6 @@ class Chooser:
                 sizes.hidden,
                 sizes.itemsize,
                 sizes.wire_itemsize,
-                sizes.epilogue,
             )
             found["gemm"] = tables.gemm_key(shape, self._mode), shape
         if ranks > 1 and own > 0:

@@ -344,14 +344,7 @@ class LMHead(nn.Module):
         self._comm.serve(device)
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
         self._route = choose(self.ranks, self._comm.backend, self._asked_route)
-        self._sizes = ops.sizes_of(
-            self.weight,
-            self._wire_dtype,
-            self._logits_dtype,
-            self.bias,
-            float(self.scale),
-            self.softcap,
-        )
+        self._sizes = ops.sizes_of(self.weight, self._wire_dtype, self._logits_dtype)
         self._chooser = Chooser(device) if self._kernels == "triton" else None
         if check_finite:
             true_rows = max(0, min(self.shard, self.vocab_size - self._comm.rank * self.shard))

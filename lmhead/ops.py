@@ -79,9 +79,6 @@ def sizes_of(
     weight: torch.Tensor,
     wire_dtype: torch.dtype,
     logits_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
 ) -> Sizes:
     """What of a head decides its kernel configs."""
     return Sizes(
@@ -90,7 +87,6 @@ def sizes_of(
         logits_dtype.itemsize,
         hidden=weight.shape[1],
         itemsize=weight.itemsize,
-        epilogue=bias is not None or scale != 1.0 or softcap is not None,
     )
 
 
@@ -367,7 +363,7 @@ def logits_op(
         chosen = choose_kernels(kernels, hidden.device)
         configs = DEFAULTS
         if chosen == "triton":
-            sizes = sizes_of(weight, wire_dtype, logits_dtype, bias, scale, softcap)
+            sizes = sizes_of(weight, wire_dtype, logits_dtype)
             configs = shipped_configs(hidden.device).configs(rows, sizes)
         plan = Plan(
             rows,

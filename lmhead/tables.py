@@ -52,7 +52,8 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """What a config was chosen for.  Element sizes in bits: bf16 and fp16 run alike.
+    """What a config was chosen for.  Element sizes in bits: bf16 and fp16 run alike.  The epilogue
+    is no part of it: every config is compiled with and without.
 
     kernel: "gemm", "reassemble" (in place) or "copy" (out of place).  hidden: H, 0 for the copying
     kernels.  ranks: N for the copying kernels, 0 for the GEMM, which knows T alone.  shard: S.
@@ -66,7 +67,6 @@ class Key:
     shard: int
     operand_bits: int
     out_bits: int
-    epilogue: bool
     mode: str
     rows: int
 
@@ -130,7 +130,6 @@ def gemm_key(shape: GemmShape, mode: str = "graph") -> Key:
         shape.shard,
         8 * shape.itemsize,
         8 * shape.out_itemsize,
-        shape.epilogue,
         mode,
         bucket(shape.rows),
     )
@@ -143,7 +142,7 @@ def reassemble_key(
     kernel = "reassemble" if in_place else "copy"
     out_bits = 8 * (out_itemsize or shape.itemsize)
     rows = min(4096, next_power_of_2(shape.ranks * shape.rows))
-    return Key(kernel, 0, shape.ranks, shape.shard, 8 * shape.itemsize, out_bits, False, mode, rows)
+    return Key(kernel, 0, shape.ranks, shape.shard, 8 * shape.itemsize, out_bits, mode, rows)
 
 
 def look_up(
@@ -266,7 +265,7 @@ def _patiently(action: Callable[[], Result]) -> Result:
 
 # Its text: one group per shape, one line per row bucket, so that a change is a readable diff.
 
-_GROUP = ("kernel", "hidden", "ranks", "shard", "operand_bits", "out_bits", "epilogue", "mode")
+_GROUP = ("kernel", "hidden", "ranks", "shard", "operand_bits", "out_bits", "mode")
 
 
 def dump(table: Table) -> str:
@@ -337,7 +336,7 @@ def _entry(key: Key, line: Mapping[str, Any]) -> Entry:
 
 def _require_plain(key: Key) -> None:
     for name, value in asdict(key).items():
-        want = {"kernel": str, "mode": str, "epilogue": bool}.get(name, int)
+        want = {"kernel": str, "mode": str}.get(name, int)
         if type(value) is not want:
             raise ValueError(f"{name} must be {want.__name__}, got {value!r}")
     if key.kernel not in ("gemm", "reassemble", "copy"):

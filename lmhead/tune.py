@@ -84,13 +84,12 @@ def problems_of(
     hidden: int, vocab: int, ranks: int, rows: Iterable[int] = tables.GEMM_BUCKETS
 ) -> list[Problem]:
     """All that a 16-bit head of this size asks for, for T in `rows`: logits of 16 and of 32 bits,
-    with and without an epilogue, in place and not.
+    in place and not.
     """
     shard = -(-vocab // ranks)
     found = [
-        gemm_problem(GemmShape(total, shard, hidden, 2, out_itemsize, epilogue))
+        gemm_problem(GemmShape(total, shard, hidden, 2, out_itemsize))
         for out_itemsize in (2, 4)
-        for epilogue in (False, True)
         for total in rows
     ]
     if ranks > 1:
@@ -199,7 +198,6 @@ class Build:
     config: Config
     operand_bits: int
     out_bits: int
-    epilogue: bool
     unit: int
 
     def text(self) -> str:
@@ -210,12 +208,12 @@ def build_of(problem: Problem, config: Config, arch: str) -> Build:
     key = problem.key
     unit = math.gcd(16, key.shard)
     if key.kernel == "reassemble":  # moved as it is
-        return Build(arch, config, key.operand_bits, key.operand_bits, False, unit)
-    return Build(arch, config, key.operand_bits, key.out_bits, key.epilogue, unit)
+        return Build(arch, config, key.operand_bits, key.operand_bits, unit)
+    return Build(arch, config, key.operand_bits, key.out_bits, unit)
 
 
-def report_of(build: Build) -> codegen.Report:
-    """Compile, in this process."""
+def report_of(build: Build, *, epilogue: bool = False) -> codegen.Report:
+    """Compile, in this process; a GEMM plain, or with bias, scale and softcap."""
     operands, out = _FLOAT[build.operand_bits], _FLOAT[build.out_bits]
     if isinstance(build.config, GemmConfig):
         return codegen.compile_gemm(
@@ -223,9 +221,9 @@ def report_of(build: Build) -> codegen.Report:
             build.config,
             operands=operands,
             out=out,
-            bias=operands if build.epilogue else None,
-            scaled=build.epilogue,
-            softcapped=build.epilogue,
+            bias=operands if epilogue else None,
+            scaled=epilogue,
+            softcapped=epilogue,
             store_unit=build.unit,
         )
     moved = build.operand_bits == build.out_bits
@@ -242,19 +240,29 @@ _FLOAT = {16: "bfloat16", 32: "float32"}
 
 
 def compile_build(build: Build) -> Compiled:
-    """Compile, and say what is wrong with the result; a kernel that does not compile is one more
-    that must not be used.  The compiler's own complaints are not shown.
+    """Compile, a GEMM with and without an epilogue, and say what is wrong with the result; a kernel
+    that does not compile is one more that must not be used.  The compiler's own complaints are not
+    shown.
     """
-    try:
-        with _quiet():
-            report = report_of(build)
-    except Exception as error:  # the compiler raises what it likes
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Compiled((f"does not compile: {type(error).__name__} {first}"[:300],))
-    problems = codegen.shortcomings(report, build.config, build.out_bits // 8, build.unit)
-    return Compiled(
-        tuple(problems), report.registers, report.shared_bytes, report.tensor_memory_columns
-    )
+    found = Compiled(())
+    # Sums over splits have their epilogue in another kernel.
+    single = isinstance(build.config, GemmConfig) and build.config.splits == 1
+    for epilogue in (False, True) if single else (False,):
+        try:
+            with _quiet():
+                report = report_of(build, epilogue=epilogue)
+        except Exception as error:  # the compiler raises what it likes
+            first = (str(error).strip().splitlines() or [""])[0]
+            return Compiled((f"does not compile: {type(error).__name__} {first}"[:300],))
+        found = Compiled(
+            tuple(codegen.shortcomings(report, build.config, build.out_bits // 8, build.unit)),
+            max(found.registers, report.registers),
+            max(found.shared_bytes, report.shared_bytes),
+            max(found.tensor_memory_columns, report.tensor_memory_columns),
+        )
+        if found.problems:
+            break
+    return found
 
 
 @contextlib.contextmanager
@@ -401,7 +409,6 @@ class _Search:
         assert compiled is not None
         details = {
             "terms": self.best.estimate.terms,
-            "limit": self.best.estimate.limit,
             "registers": compiled.registers,
             "rejected": self.rejected,
         }

@@ -246,7 +246,7 @@ def test_gemm_uses_tensor_cores_wide_stores_and_no_spills(
 ) -> None:
     size = 4 if out == "float32" else 2
     calls: list[tuple[GemmConfig, dict[str, Any]]] = [
-        (default_gemm(GemmShape(rows, S, H, 2, size, bool(epilogue)), ARCHS[arch]), epilogue)
+        (default_gemm(GemmShape(rows, S, H, 2, size), ARCHS[arch]), epilogue)
         for rows, epilogue in itertools.product((1, 17, 64, 128, 200, 288, 512), ({}, FULL))
     ]
     assert [config.rows for config, _ in calls[::2]] == [16, 32, 64, 128, 256, 288, 512]
@@ -294,7 +294,7 @@ def test_gemm_of_odd_sizes_does_not_spill(
     compiled: Compiling, arch: str, operands: str, rows: int, shard: int, hidden: int
 ) -> None:
     itemsize = 4 if operands == "float32" else 2
-    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize=4, epilogue=True)
+    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize=4)
     config = default_pointer_gemm(shape) if itemsize == 4 else default_gemm(shape)
     assert (config.kind == "bulk") is (itemsize == 2 and hidden == H)
     report = compiled(

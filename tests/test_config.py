@@ -38,13 +38,12 @@ def is_power_of_2(n: int) -> bool:
     hidden=st.integers(1, 1 << 15) | st.integers(1, 1 << 12).map(lambda n: 8 * n),
     itemsize=st.sampled_from([2, 4]),
     out_itemsize=st.sampled_from([2, 4]),
-    epilogue=st.booleans(),
 )
 @quick(300)
 def test_default_gemm_fits_every_shape_on_every_arch(
-    rows: int, shard: int, hidden: int, itemsize: int, out_itemsize: int, epilogue: bool
+    rows: int, shard: int, hidden: int, itemsize: int, out_itemsize: int
 ) -> None:
-    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize, epilogue)
+    shape = GemmShape(rows, shard, hidden, itemsize, out_itemsize)
     config = default_gemm(shape)
     assert fits(default_gemm(shape, SM100), SM100, shape)
     assert all(fits(config, arch, shape) for arch in ARCHS.values())

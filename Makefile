@@ -11,13 +11,17 @@ RUN := $(VENV)/bin
 INSTALL := $(RUN)/python -m pip install --quiet --disable-pip-version-check
 OLD_TRITON := $(VENV)/triton-3.6
 
-.PHONY: demo test test-triton36 lint format bench gpu-check clean
+.PHONY: demo test test-all test-triton36 lint format bench gpu-check clean
 
 demo: $(VENV)/.demo
 	$(RUN)/lmhead demo $(ARGS)
 
 test: $(VENV)/.test
 	$(RUN)/python -m pytest $(ARGS)
+
+# Every config of the shipped tables is compiled, instead of a representative part: minutes more.
+test-all: $(VENV)/.test
+	$(RUN)/python -m pytest --everything $(ARGS)
 
 # The kernels once more, in the oldest Triton that is supported; its interpreter needs numpy < 2.4.
 test-triton36: $(VENV)/.test $(OLD_TRITON)/.done

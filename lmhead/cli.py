@@ -1,4 +1,4 @@
-"""The command line: `lmhead demo`.
+"""The command line: `lmhead demo`, `lmhead tune`, `lmhead inspect`.
 
 Exit status: 0 for success, 1 where what was shown does not hold or ranks failed, 2 for bad
 arguments.  Results go to standard output, progress bars and errors to standard error.
@@ -12,11 +12,22 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
-from lmhead import demo
+import torch
+
+from lmhead import demo, measure, tables, tune
+from lmhead.bench import inspection
+from lmhead.bench.cases import MODELS, RANKS, Model
+from lmhead.bench.roofline import Step
 from lmhead.comm import CollectiveError
+from lmhead.devices import DEVICES, Device, of_arch
 from lmhead.head import VERSION
+from lmhead.kernels import tiles
+from lmhead.kernels.config import ARCHS
 from lmhead.launch import LaunchError
+from lmhead.progress import Progress
+from lmhead.tune import Builds, Problem
 
 
 def _positive(text: str) -> int:
@@ -35,6 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lmhead {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_tune(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
     show = commands.add_parser(
         "demo",
         help="decode a real model on ranks whose head is sharded, and compare with one process",
@@ -80,7 +98,95 @@ def _parser() -> argparse.ArgumentParser:
         help="timed rounds of each route (default %(default)s)",
     )
     show.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    return parser
+    show.set_defaults(run=_demo)
+
+
+def _add_head_arguments(command: argparse.ArgumentParser) -> None:
+    """Which head: by a model's name, or by V and H."""
+    command.add_argument(
+        "--vocab", type=_positive, help="V, with --hidden, of a model that has no name here"
+    )
+    command.add_argument("--hidden", type=_positive, help="H")
+    command.add_argument(
+        "--arch", choices=tuple(ARCHS), help="architecture to compile for (default sm_100)"
+    )
+    command.add_argument(
+        "--device",
+        choices=tuple(DEVICES),
+        help="GPU whose rates and table count (default: all of --arch; for inspect the first)",
+    )
+
+
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "tune",
+        help="find the best kernel configs: by measuring on a GPU, or by a model without one",
+        description=(
+            "On a GPU: verify and time candidates and keep the fastest in the user's table "
+            "(LMHEAD_CONFIGS, or lmhead in the XDG cache directory). With --offline: compile the "
+            "candidates for an architecture and rank them by a model; needs no GPU."
+        ),
+    )
+    command.add_argument("--offline", action="store_true", help="compile and model, no GPU")
+    command.add_argument(
+        "--model",
+        choices=tuple(MODELS),
+        action="append",
+        default=[],
+        help="may be given several times (default: all)",
+    )
+    _add_head_arguments(command)
+    command.add_argument(
+        "--ranks",
+        type=_positive,
+        action="append",
+        default=[],
+        help="N; may be given several times (default: 1, 2, 4 and 8)",
+    )
+    command.add_argument(
+        "--rows",
+        type=_positive,
+        action="append",
+        default=[],
+        help="T, the rows of all ranks; may be given several times (default: all buckets)",
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="with --offline: write DIR/<device>.json instead of the user's table",
+    )
+    command.add_argument(
+        "--jobs", type=_positive, help="with --offline: processes (default: one per core)"
+    )
+    command.add_argument("--again", action="store_true", help="measure what is known anew")
+    command.set_defaults(run=_tune)
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="what a head's kernels look like on an architecture, and what bounds each stage",
+        description=(
+            "Compile the kernels that a head would run with, read their machine code, and print "
+            "bytes, FLOPs, floor and binding limit of every stage. Needs no GPU."
+        ),
+    )
+    command.add_argument("--model", choices=tuple(MODELS), default=None, help="a model by name")
+    _add_head_arguments(command)
+    command.add_argument("--ranks", type=_positive, default=8, help="N (default %(default)s)")
+    command.add_argument(
+        "--rows", type=_positive, default=36, help="B, rows per rank (default %(default)s)"
+    )
+    command.add_argument(
+        "--logits", choices=("16", "32"), default="16", help="bits of a logit (default 16)"
+    )
+    command.add_argument(
+        "--wire", choices=("16", "32"), help="bits of what is exchanged (default: the logits')"
+    )
+    command.add_argument("--all", action="store_true", help="rank the GEMM's whole config space")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_inspect)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +195,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         # As an exception, so that ranks are ended and temporary files removed on the way out.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except (CollectiveError, LaunchError, OSError, ValueError) as error:
+        print(f"lmhead: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("lmhead: interrupted", file=sys.stderr)
+        return 130
+
+
+def _demo(arguments: argparse.Namespace) -> int:
     options = demo.Options(
         model=arguments.model,
         ranks=arguments.ranks,
@@ -97,14 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         route=arguments.route,
         rounds=arguments.rounds,
     )
-    try:
-        report = demo.run(options)
-    except (CollectiveError, LaunchError, OSError, ValueError) as error:
-        print(f"lmhead: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("lmhead: interrupted", file=sys.stderr)
-        return 130
+    report = demo.run(options)
     if report is None:  # another rank of torchrun prints
         return 0
     if arguments.json:
@@ -112,6 +223,100 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n".join(report.lines()))
     return 0 if report.identical else 1
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    models = [MODELS[name] for name in arguments.model]
+    custom = _custom(arguments)
+    models += [custom] if custom else []
+    problems: list[Problem] = []
+    for model in models or MODELS.values():
+        for ranks in arguments.ranks or RANKS:
+            rows = arguments.rows or tables.GEMM_BUCKETS
+            problems += tune.problems_of(model.hidden, model.vocab, ranks, rows)
+    problems = list(dict.fromkeys(problems))
+    if arguments.offline:
+        return _tune_offline(arguments, problems)
+    if not torch.cuda.is_available():
+        raise ValueError("measuring needs a CUDA device: use --offline for a modelled table")
+    with Progress("measuring") as bar:
+        table = measure.tune_ranks(problems, again=arguments.again, progress=bar.at)
+    print(f"{len(table)} entries in {tables.user_folder() / (table.device + '.json')}")
+    return 0
+
+
+def _tune_offline(arguments: argparse.Namespace, problems: Sequence[Problem]) -> int:
+    _require_compiler()
+    if arguments.output is not None and not arguments.output.is_dir():
+        raise ValueError(f"--output {arguments.output} is no directory")
+    builds = Builds(tables.user_folder())
+    for device in _devices(arguments):
+        with Progress(f"{device.name}: problems") as bar:
+
+            def note(solved: int, total: int, compiled: int, bar: Progress = bar) -> None:
+                bar.at(solved, total, f"{compiled} compiled")
+
+            table = tune.offline(
+                device, problems, builds=builds, workers=arguments.jobs, progress=note
+            )
+        path: Path | None
+        if arguments.output is None:
+            path = tables.save_user(table)
+        else:
+            path = arguments.output / f"{table.device}.json"
+            tables.write(path, table)
+        print(f"{len(table)} of {len(problems)} entries, modelled, in {path}")
+        if path is None or len(table) < len(problems):
+            return 1
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    _require_compiler()
+    model = _custom(arguments) or MODELS[arguments.model or "deepseek-v4-pro"]
+    logits = int(arguments.logits) // 8
+    wire = int(arguments.wire) // 8 if arguments.wire else logits
+    if wire > logits:
+        raise ValueError(f"{8 * wire} bits on the wire are more than the {8 * logits} of a logit")
+    step = Step(model.vocab, model.hidden, arguments.ranks, arguments.rows, 2, wire, logits)
+    with Progress("compiling", show=arguments.all) as bar:
+        found = inspection.inspect(
+            _devices(arguments)[0],
+            step,
+            every=arguments.all,
+            builds=Builds(tables.user_folder()),
+            progress=bar.at,
+        )
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print("\n".join(found.lines()))
+    return 1 if any(kernel.problems for kernel in found.kernels) else 0
+
+
+def _custom(arguments: argparse.Namespace) -> Model | None:
+    """The head that --vocab and --hidden describe, if they do."""
+    if arguments.vocab is None and arguments.hidden is None:
+        return None
+    if arguments.vocab is None or arguments.hidden is None:
+        raise ValueError("--vocab and --hidden come together")
+    if arguments.model:
+        raise ValueError("a head is given by --model, or by --vocab and --hidden, not by both")
+    return Model("custom", arguments.vocab, arguments.hidden)
+
+
+def _devices(arguments: argparse.Namespace) -> list[Device]:
+    if arguments.device is None:
+        return of_arch(arguments.arch or "sm_100")
+    device = DEVICES[arguments.device]
+    if arguments.arch not in (None, device.arch_name):
+        raise ValueError(f"{device.name} is {device.arch_name}, not {arguments.arch}")
+    return [device]
+
+
+def _require_compiler() -> None:
+    if tiles.INTERPRET.value:
+        raise ValueError("TRITON_INTERPRET=1 leaves no kernel to compile: unset it")
 
 
 if __name__ == "__main__":

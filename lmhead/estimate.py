@@ -74,11 +74,18 @@ class Usage:
     tensor_memory_columns: int = 0
 
 
-def programs(config: GemmConfig, shape: GemmShape) -> int:
-    """How many programs' worth of tiles the GEMM has."""
-    return (
-        _cdiv(shape.rows, config.rows) * _cdiv(shape.shard, config.block_v) * max(1, config.splits)
-    )
+def programs(config: GemmConfig | ReassembleConfig, shape: GemmShape | ReassembleShape) -> int:
+    """How many programs' worth of work a kernel has.  Of cycles, whose number only the permutation
+    knows: as if it were one.
+    """
+    if isinstance(config, GemmConfig):
+        tiles = _cdiv(shape.rows, config.rows) * _cdiv(shape.shard, config.block_v)
+        return tiles * max(1, config.splits)
+    assert isinstance(shape, ReassembleShape)
+    bands = _cdiv(shape.shard, config.block_s)
+    if config.kind != "copy":
+        return bands
+    return bands * shape.ranks * _cdiv(shape.rows, config.block_rows)
 
 
 def weight_bytes(config: GemmConfig, shape: GemmShape) -> int:
@@ -99,9 +106,8 @@ def gemm(
         usage.tensor_memory_columns,
     )
     count = programs(config, shape)
-    together = _together(device, config, usage)
     rounds = _cdiv(count, device.sms)
-    resident = min(together, rounds)
+    together = min(resident(device, config, usage), rounds)
     steps = _cdiv(_cdiv(shape.hidden, config.block_h), config.splits)
     depth = steps * config.block_h
     split = config.splits > 1
@@ -114,9 +120,9 @@ def gemm(
     flops = 2.0 * config.block_v * _padded_n(config) * depth
     rate = device.flop_per_clock * device.clock * _m_rate(device, config)
     weights = config.block_v * depth * shape.itemsize
-    flight = resident * config.num_stages * config.block_v * config.block_h * shape.itemsize
+    flight = together * config.num_stages * config.block_v * config.block_h * shape.itemsize
     store = config.rows * config.block_v * out_itemsize / per_sm
-    exposed = _cdiv(rounds, resident)
+    exposed = _cdiv(rounds, together)
     terms = {
         "hbm": (operands + results) / device.hbm,
         "l2": rounds * tile / per_sm,
@@ -138,26 +144,20 @@ def reassemble(
     usage = usage or Usage()
     pieces = shape.ranks * shape.rows
     moved = 2.0 * pieces * shape.shard * shape.itemsize
-    bands = _cdiv(shape.shard, config.block_s)
-    if config.kind == "band":
-        count, tile_rows, turns = bands, pieces, 1
-    elif config.kind == "copy":
-        count, tile_rows, turns = bands * _cdiv(pieces, config.block_rows), config.block_rows, 1
-    else:
-        # One cycle per program, most of its pieces in long cycles: taken as one chain after another
-        # of block_rows pieces.
-        count, tile_rows = bands, config.block_rows
-        turns = _cdiv(pieces, config.block_rows)
-    tile = tile_rows * config.block_s * shape.itemsize
-    together = _resident(device, config.num_warps, usage)
-    rounds = _cdiv(count, device.sms * together)
-    busy = min(count, device.sms * together)
+    count = programs(config, shape)
+    rows, turns = pieces, 1
+    if config.kind == "copy":
+        rows = config.block_rows
+    elif config.kind == "cycle":  # one chain, block_rows pieces after block_rows pieces
+        rows, turns = config.block_rows, _cdiv(pieces, config.block_rows)
+    tile = rows * config.block_s * shape.itemsize
+    rounds = _cdiv(count, device.sms * resident(device, config, usage))
     per_sm = L2_BYTES_PER_CLOCK * device.clock
     terms = {
         "hbm": moved / device.hbm,
         "l2": _cdiv(count, device.sms) * turns * 2 * tile / per_sm,
         # A load and a store, one behind the other, in every round.
-        "flight": rounds * turns * 2 * LATENCY if busy else 0.0,
+        "flight": rounds * turns * 2 * LATENCY,
         "fixed": LAUNCH,
     }
     return _sum(terms)
@@ -169,22 +169,19 @@ def _sum(seconds: dict[str, float]) -> Estimate:
     return Estimate(round(worst + terms["fixed"], 2), terms)
 
 
-def _together(device: Device, config: GemmConfig, usage: Usage) -> int:
-    """Programs that one SM holds at a time."""
-    warps = config.num_warps + (EXTRA_ROLE_WARPS if config.warp_specialize else 0)
-    together = _resident(device, warps, usage)
-    if device.arch.tensor_memory_columns:
-        columns = usage.tensor_memory_columns or config.rows * max(1, config.block_v // 128)
-        together = min(together, device.arch.tensor_memory_columns // columns)
-    return max(1, together)
-
-
-def _resident(device: Device, warps: int, usage: Usage) -> int:
+def resident(device: Device, config: GemmConfig | ReassembleConfig, usage: Usage) -> int:
+    """Programs that one SM holds at a time, as far as `usage` says what each takes."""
+    warps = config.num_warps
+    if isinstance(config, GemmConfig) and config.warp_specialize:
+        warps += EXTRA_ROLE_WARPS
     limits = [MAX_RESIDENT, device.threads // (WARP * warps)]
     if usage.shared_bytes:
         limits.append(device.shared_bytes // (usage.shared_bytes + RESERVED_SHARED))
     if usage.registers:
         limits.append(device.registers // (WARP * warps * usage.registers))
+    if isinstance(config, GemmConfig) and device.arch.tensor_memory_columns:
+        columns = usage.tensor_memory_columns or config.rows * max(1, config.block_v // 128)
+        limits.append(device.arch.tensor_memory_columns // columns)
     return max(1, min(limits))
 
 

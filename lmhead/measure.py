@@ -14,6 +14,7 @@ by a head; tuning is asked for.
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import statistics
 import time
@@ -22,9 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 import triton
 
 from lmhead import compare, reference, tables, tune
+from lmhead.comm import Call, Comm
 from lmhead.devices import DEVICES, arch_of, slug
 from lmhead.kernels import gemm as gemm_kernels
 from lmhead.kernels import reassemble as reassemble_kernels
@@ -38,6 +41,7 @@ from lmhead.kernels.config import (
     default_reassemble,
     fits,
 )
+from lmhead.launch import under_torchrun
 from lmhead.tables import Config, Entry, Key, Table
 from lmhead.tune import Problem
 
@@ -336,3 +340,32 @@ def _one(device: str, key: Key, entry: Entry) -> Table:
     table = Table(device)
     table.add(key, entry)
     return table
+
+
+def tune_ranks(
+    problems: Sequence[Problem],
+    *,
+    again: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Table:
+    """`tune_device` on this process' GPU; under torchrun rank 0 decides and all get its answer,
+    each node into its own user's file.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0")) if under_torchrun() else 0
+    device = torch.device("cuda", local)
+    if not under_torchrun():
+        return tune_device(problems, device, again=again, progress=progress)
+    # The others wait as long as it takes.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
+    try:
+        comm, text = Comm(), b""
+        if comm.rank == 0:
+            found = tune_device(problems, device, again=again, progress=progress)
+            text = tables.dump(found).encode()
+        call = Call("tune", (), 0, "", 0)
+        table = tables.parse(comm.share(text, call, torch.device("cpu")).decode())
+        if local == 0 and comm.rank != 0:
+            tables.save_user(table)
+        return table
+    finally:
+        dist.destroy_process_group()

@@ -306,8 +306,8 @@ class Builds:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({"build": build.text(), "compiled": asdict(compiled)})
-            with self._path.open("a") as file:
-                file.write(line + "\n")
+            with self._path.open("a") as file:  # a line of its own, also after one cut short
+                file.write(f"\n{line}")
 
 
 def _fingerprint() -> str:
@@ -353,6 +353,11 @@ def modelled(problem: Problem, config: Config, device: Device, usage: Usage | No
         return estimate.gemm(device, config, problem.shape, usage)
     assert isinstance(config, ReassembleConfig)
     return estimate.reassemble(device, config, problem.shape, usage)
+
+
+def usage_of(report: codegen.Report) -> Usage:
+    """What the model wants to know of a compiled kernel."""
+    return Usage(report.registers, report.shared_bytes, report.tensor_memory_columns)
 
 
 def asks_once(config: Config, shape: GemmShape | ReassembleShape) -> bool:

@@ -5,10 +5,10 @@ GPU or a compiler.
 from __future__ import annotations
 
 import concurrent.futures
-import multiprocessing
 import os
 from collections.abc import Iterator
 
+import compiling
 import pytest
 import ranks
 
@@ -50,13 +50,22 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process without Triton's interpreter, in which kernels can be compiled: submit functions of
+    """Processes without Triton's interpreter, in which kernels can be compiled: submit functions of
     lmhead.codegen.
     """
-    kept = os.environ.pop("TRITON_INTERPRET", None)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
-        executor.submit(os.getpid).result()  # starts the worker while the variable is unset
-        if kept is not None:
-            os.environ["TRITON_INTERPRET"] = kept
+    with compiling.executor() as executor:
         yield executor
+
+
+@pytest.fixture(scope="session")
+def compiled(compiler: concurrent.futures.Executor) -> compiling.Compiling:
+    """What they give, each call compiled once."""
+    return compiling.Compiling(compiler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="compile every shipped config instead of a representative part",
+    )

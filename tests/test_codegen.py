@@ -10,12 +10,11 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
 import triton
+from compiling import Compiling
 from probes import narrow_row_probe, wide_row_probe
 
 from lmhead import codegen
@@ -82,25 +81,6 @@ def of_ones(kernel: str, ones: tuple[str, ...]) -> Report:
 
 def _ints(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32")
-
-
-class Compiling:
-    """Reports by call, each compiled once; ask for many with `start`, then read them."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    @functools.cache  # noqa: B019 - lives as long as the session's one instance
-    def start(self, function: Callable[..., Report], *args: Any, **options: Any) -> Future[Report]:
-        return self._executor.submit(function, *args, **options)
-
-    def __call__(self, function: Callable[..., Report], *args: Any, **options: Any) -> Report:
-        return self.start(function, *args, **options).result(timeout=300)
-
-
-@pytest.fixture(scope="module")
-def compiled(compiler: Executor) -> Iterator[Compiling]:
-    yield Compiling(compiler)
 
 
 def accesses(report: Report, kind: str) -> Counter[str]:

@@ -29,17 +29,21 @@ ALLOWED = {
     "devices": {"kernels"},
     "estimate": {"devices", "kernels"},
     "tables": {"kernels"},
+    "progress": set(),
     "tune": {"codegen", "devices", "estimate", "kernels", "tables"},
-    "measure": {"compare", "devices", "kernels", "reference", "tables", "tune"},
+    "measure": {"comm", "compare", "devices", "kernels", "launch", "reference", "tables", "tune"},
     "chooser": {"comm", "devices", "kernels", "shapes", "tables"},
     "ops": {"chooser", "comm", "kernels", "reference", "route", "shapes", "workspace"},
     "head": {"chooser", "comm", "ops", "route", "shapes", "tables", "workspace"},
     "demo": {"compare", "head", "launch", "shapes", "timing"},
-    "cli": {"comm", "demo", "head", "launch"},
+    "cli": {
+        *("bench", "comm", "demo", "devices", "head", "launch", "measure"),
+        *("progress", "tables", "tune"),
+    },
 }
 RUNTIME = {"torch", "triton", "lmhead"}
-# Extras of the demo, imported inside the functions that need them.
-DEMO_ONLY = {"transformers", "tqdm"}
+# Extras, imported inside the functions that need them, by module.
+EXTRAS = {"demo": {"transformers", "tqdm"}, "progress": {"tqdm"}}
 
 
 def imported(path: Path) -> set[str]:
@@ -86,7 +90,7 @@ def test_measuring_room_never_imports_the_tests(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "lmhead").glob("*.py")), ids=lambda path: path.stem)
 def test_runtime_needs_torch_and_triton_alone(path: Path) -> None:
-    """At module level, that is; the demo may import its extras where it uses them."""
+    """At module level, that is; extras may be imported where they are used."""
     tree = ast.parse(path.read_text())
     top = ast.Module(
         [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], []
@@ -94,7 +98,7 @@ def test_runtime_needs_torch_and_triton_alone(path: Path) -> None:
     names = {name.split(".")[0] for name in _names(top)} - set(sys.stdlib_module_names)
     assert names <= RUNTIME
     inside = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
-    assert inside - RUNTIME <= (DEMO_ONLY if path.stem == "demo" else set())
+    assert inside - RUNTIME <= EXTRAS.get(path.stem, set())
 
 
 def _names(tree: ast.AST) -> set[str]:

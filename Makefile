@@ -1,4 +1,4 @@
-# Every target does its own set-up in .venv, once; a second call starts at once.
+# Every target but gpu-check does its own set-up in .venv, once; a second call starts at once.
 
 PYTHON ?= python3
 # On a machine with a GPU any torch >= 2.11 and triton >= 3.6 will do: make test TORCH=torch TRITON=
@@ -40,9 +40,12 @@ format: $(VENV)/.test
 bench: $(VENV)/.test
 	$(RUN)/python -m pytest bench $(ARGS)
 
-# Tests that need a CUDA device; where there is none every one of them says so and is skipped.
-gpu-check: $(VENV)/.test
-	$(RUN)/python -m pytest -m gpu -rs $(ARGS)
+# Tests and timings on a GPU.  The one target without a set-up: such a machine brings a torch and a
+# Triton that suit its driver, and may have no network.  PYTHON=... names the Python that has them;
+# otherwise .venv is taken where there is one.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(RUN)/python),$(PYTHON)),$(PYTHON))
+gpu-check:
+	$(GPU_PYTHON) bench/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

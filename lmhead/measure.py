@@ -216,8 +216,10 @@ class _Reassemble:
         return compare.first_difference(self.out[0].view(self._want.shape), self._want)
 
 
-def candidates(problem: Problem, device: torch.device, arch: Arch) -> list[Config]:
-    """The default, cuBLAS where it is a choice, and the best that the model proposes."""
+def candidates(
+    problem: Problem, device: torch.device, arch: Arch, most: int = CANDIDATES
+) -> list[Config]:
+    """The default, cuBLAS where it is a choice, and the best `most` that the model proposes."""
     shape = problem.shape
     found: list[Config]
     if isinstance(shape, GemmShape):
@@ -230,7 +232,7 @@ def candidates(problem: Problem, device: torch.device, arch: Arch) -> list[Confi
         for config in tune.space(problem, arch, known.sms)
     ]
     proposed.sort(key=lambda ranked: ranked.order)
-    return list(dict.fromkeys(found + [ranked.config for ranked in proposed[:CANDIDATES]]))
+    return list(dict.fromkeys(found + [ranked.config for ranked in proposed[:most]]))
 
 
 def measure(

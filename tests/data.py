@@ -5,11 +5,14 @@ guarded, and errors measured against torch's at equal precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from hypothesis import HealthCheck, settings
 
 from lmhead.compare import first_difference, relative_error
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,7 +22,12 @@ CANARY = 0x5A
 
 
 def quick(examples: int) -> settings:
-    """Property tests of kernels: no deadline, since the interpreter's first call is slow."""
+    """Property tests of kernels: no deadline, since the interpreter's first call is slow.
+
+    Imported here: the tests for a GPU need no hypothesis.
+    """
+    from hypothesis import HealthCheck, settings
+
     return settings(
         max_examples=examples,
         deadline=None,

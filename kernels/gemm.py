@@ -469,19 +469,18 @@ def _library(
 ) -> None:
     """torch.mm, cuBLAS on CUDA, which accumulates in fp32; then the epilogue where there is one."""
     T, S = out.shape
-    if weight.dtype == out.dtype and (after.plain or out.dtype == torch.float32):
-        torch.mm(hidden, weight.t(), out=out)
-        if not after.plain:  # each element is read and written by the one thread that owns it
-            _launch_add_up(out.unsqueeze(0), after, out)
-        return
-    sums = scratch("sums", T * S).view(1, T, S)
-    if weight.dtype == torch.float32:
-        torch.mm(hidden, weight.t(), out=sums[0])
+    sums = out
+    if out.dtype != torch.float32 and (weight.dtype != out.dtype or not after.plain):
+        sums = scratch("sums", T * S).view(T, S)  # rounded once, after the epilogue
+    if weight.dtype == sums.dtype:
+        torch.mm(hidden, weight.t(), out=sums)
     elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=sums[0])
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=sums)
     else:  # the CPU's mm has no out_dtype
-        torch.mm(hidden.float(), weight.float().t(), out=sums[0])
-    _launch_add_up(sums, after, out)
+        torch.mm(hidden.float(), weight.float().t(), out=sums)
+    if sums is not out or not after.plain:
+        # Where they are one, each element is read and written by the one thread that owns it.
+        _launch_add_up(sums.unsqueeze(0), after, out)
 
 
 def launch_gemm(

@@ -12,8 +12,10 @@ whose config does not fit the device or the shape is passed over.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import math
 import os
 import tempfile
 import time
@@ -167,11 +169,16 @@ def look_up(
 
 
 def user_folder() -> Path:
-    """Where a user's tables are: LMHEAD_CONFIGS, or lmhead in the XDG cache directory."""
+    """Where a user's tables are: LMHEAD_CONFIGS, or lmhead in the XDG cache directory.
+    FileNotFoundError where there is neither, nor a home.
+    """
     asked = os.environ.get("LMHEAD_CONFIGS")
     if asked:
         return Path(asked)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmhead"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmhead"
+    except RuntimeError as error:  # a user without a home, as containers have them
+        raise FileNotFoundError(f"{error} Set LMHEAD_CONFIGS to a folder") from error
 
 
 def load_shipped(device: str) -> Table | None:
@@ -184,9 +191,11 @@ def load_user(device: str) -> Table | None:
     """The user's table, or None where there is none.  A file that cannot be read or understood is
     one warning, and as good as none: a broken cache must not take a server down.
     """
-    path = user_folder() / f"{device}.json"
+    name = f"{device}.json"
     try:
-        return parse(_patiently(path.read_text), device)
+        path = user_folder() / name
+        text = _patiently(lambda: _read(path))
+        return None if text is None else parse(text, device)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
@@ -207,22 +216,24 @@ def save_user(table: Table) -> Path | None:
     renamed); two that save at the same time both end up in the file (one lock, and what is there is
     read again under it).
     """
-    path = user_folder() / f"{table.device}.json"
-    try:
+
+    def save() -> Path:
+        path = user_folder() / f"{table.device}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is broken is replaced
                 there = load_user(table.device)
-            _patiently(lambda: write(path, table if there is None else there.merged(table)))
+            write(path, table if there is None else there.merged(table))
+        return path
+
+    try:
+        return _patiently(save)
     except OSError as error:
         warnings.warn(
-            f"lmhead: tuned configs could not be written to {path} ({error})",
-            RuntimeWarning,
-            stacklevel=2,
+            f"lmhead: tuned configs could not be written ({error})", RuntimeWarning, stacklevel=2
         )
         return None
-    return path
 
 
 def write(path: Path, table: Table) -> None:
@@ -245,8 +256,24 @@ def write(path: Path, table: Table) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """One writer at a time.  The lock is a file of its own, since the table's is replaced."""
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            # A file system without locks: the rename alone still keeps every reader safe.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         yield
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file, None where there is none."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        # What a shared file system may say of a file that was renamed into place just now.
+        if path.parent.is_dir() and path.name in os.listdir(path.parent):
+            raise
+        return None
 
 
 def _patiently(action: Callable[[], Result]) -> Result:
@@ -316,7 +343,7 @@ def parse(text: str, device: str | None = None) -> Table:
                 key = Key(**shared, rows=line["rows"])
                 _require_plain(key)
                 table.add(key, _entry(key, line))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"no table of tuned configs: {type(error).__name__} {error}") from error
     return table
 
@@ -329,9 +356,12 @@ def _entry(key: Key, line: Mapping[str, Any]) -> Entry:
     }
     kind = GemmConfig if key.kernel == "gemm" else ReassembleConfig
     us = line["us"]
-    if isinstance(us, bool) or not isinstance(us, int | float):
-        raise ValueError(f"us must be a number, got {us!r}")
-    return Entry(from_dict(kind, line["config"]), line["origin"], float(us), rest)
+    if isinstance(us, bool) or not isinstance(us, int | float) or not math.isfinite(us):
+        raise ValueError(f"us must be a finite number, got {us!r}")
+    config = from_dict(kind, line["config"])
+    if isinstance(config, ReassembleConfig) and (config.kind == "copy") != (key.kernel == "copy"):
+        raise ValueError(f"a {config.kind} config cannot serve {key.kernel!r}")
+    return Entry(config, line["origin"], float(us), rest)
 
 
 def _require_plain(key: Key) -> None:

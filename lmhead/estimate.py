@@ -180,7 +180,9 @@ def resident(device: Device, config: GemmConfig | ReassembleConfig, usage: Usage
     if usage.registers:
         limits.append(device.registers // (WARP * warps * usage.registers))
     if isinstance(config, GemmConfig) and device.arch.tensor_memory_columns:
-        columns = usage.tensor_memory_columns or config.rows * max(1, config.block_v // 128)
+        # The accumulators take that much at least: a column holds 128 values.
+        least = _cdiv(config.rows * config.block_v, 128)
+        columns = max(usage.tensor_memory_columns, least)
         limits.append(device.arch.tensor_memory_columns // columns)
     return max(1, min(limits))
 

@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +50,9 @@ ONE_PROGRAM_ROWS = 512
 # By how much the whole tiles of a chosen GEMM may exceed the shard, up to ONE_PROGRAM_ROWS.
 WEIGHT_SLACK = 0.03
 
+# T for which tables are made: one for each bucket of either kind of kernel.
+ROWS = (2, 4, 8, *tables.GEMM_BUCKETS)
+
 # How much faster than a config of one launch the model must call one that adds up splits.
 SPLIT_MARGIN = 1.1
 
@@ -80,9 +84,7 @@ def reassemble_problem(
     )
 
 
-def problems_of(
-    hidden: int, vocab: int, ranks: int, rows: Iterable[int] = tables.GEMM_BUCKETS
-) -> list[Problem]:
+def problems_of(hidden: int, vocab: int, ranks: int, rows: Iterable[int] = ROWS) -> list[Problem]:
     """All that a 16-bit head of this size asks for, for T in `rows`: logits of 16 and of 32 bits,
     in place and not.
     """
@@ -280,34 +282,50 @@ def _quiet() -> Iterator[None]:
 
 class Builds:
     """What compilations gave, kept in a file of one line each where a folder is given.  It holds
-    only lines of this Triton and these kernels.
+    only lines of this Triton and these kernels.  A file that cannot be used is one warning; the
+    builds are then kept in memory alone.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._known: dict[str, Compiled] = {}
         self._path: Path | None = None
+        self._cut_short = False  # the file ends in the middle of a line
         if folder is None:
             return
         self._path = folder / f"builds-{_fingerprint()}.jsonl"
-        with contextlib.suppress(FileNotFoundError), self._path.open() as file:
-            for line in file:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut short
-                    found = json.loads(line)
-                    compiled = Compiled(**found["compiled"])
-                    self._known[found["build"]] = replace(
-                        compiled, problems=tuple(compiled.problems)
-                    )
+        try:
+            text = self._path.read_text(errors="replace")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._cut_short = not text.endswith("\n")
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut short
+                found = json.loads(line)
+                compiled = Compiled(**found["compiled"])
+                self._known[found["build"]] = replace(compiled, problems=tuple(compiled.problems))
 
     def get(self, build: Build) -> Compiled | None:
         return self._known.get(build.text())
 
     def put(self, build: Build, compiled: Compiled) -> None:
         self._known[build.text()] = compiled
-        if self._path is not None:
+        if self._path is None:
+            return
+        line = json.dumps({"build": build.text(), "compiled": asdict(compiled)}) + "\n"
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"build": build.text(), "compiled": asdict(compiled)})
-            with self._path.open("a") as file:  # a line of its own, also after one cut short
-                file.write(f"\n{line}")
+            with self._path.open("a") as file:
+                file.write("\n" + line if self._cut_short else line)
+            self._cut_short = False
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._path = None
+        warnings.warn(f"lmhead: compilations are not kept ({error})", RuntimeWarning, stacklevel=3)
 
 
 def _fingerprint() -> str:

@@ -30,6 +30,8 @@ class Configs:
 
 
 DEFAULTS = Configs()
+# What rank 0 says instead of its table, which begins with a brace.
+_FAILED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,27 @@ class Chooser:
     def agree(self, comm: Comm, sizes: Sizes, call: Call, device: torch.device) -> bool:
         """Take rank 0's user entries for a head of these sizes; every rank calls.  Says whether the
         entries are others than before: what was warmed up may then run differently.
+
+        Where rank 0 cannot even say that it has none (a warning that is made an error), it raises
+        its own error and the others ValueError with its words: no rank waits for it.
         """
-        text = b""
+        text, error = "", None
         if comm.rank == 0:
-            wanted = [key for key, _ in self._keys(sizes, comm.ranks, 1, 1).values()]
-            mine = tables.select(tables.load_user(self._name), wanted, self._name)
-            text = tables.dump(mine).encode()
-        text = comm.share(text, call, device)
-        found = tables.parse(text.decode())
+            try:
+                wanted = [key for key, _ in self._keys(sizes, comm.ranks, 1, 1).values()]
+                mine = tables.select(tables.load_user(self._name), wanted, self._name)
+                text = tables.dump(mine)
+            except Exception as caught:
+                error, text = caught, f"{_FAILED}{type(caught).__name__}: {caught}"
+        text = comm.share(text.encode(), call, device).decode()
+        if error is not None:
+            raise error
+        if text.startswith(_FAILED):
+            raise ValueError(
+                f"lmhead {call.op}: rank 0 has no tuned configs to share: "
+                + text.removeprefix(_FAILED)
+            )
+        found = tables.parse(text)
         if self._user is not None and found.entries == self._user.entries:
             return False
         changed = bool(found.entries) or self._user is not None

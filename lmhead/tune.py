@@ -20,6 +20,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -457,7 +458,7 @@ def offline(
         workers = os.cpu_count() or 1
     table, compiled = Table(device.name.lower()), 0
     open_searches, running = list(searches), dict[Future[Compiled], Build]()
-    with _executor(workers) as submit:
+    with _Workers(workers) as pool:
         while open_searches:
             waiting: dict[str, Build] = {}
             for search in list(open_searches):
@@ -475,12 +476,13 @@ def offline(
             # Few at a time: what one search learns spares others their next compilation.
             for text, build in waiting.items():
                 if text not in busy and len(running) < max(1, workers) * 2:
-                    running[submit(compile_one, build)] = build
+                    running[pool.submit(compile_one, build)] = build
             if not running:
                 continue
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                builds.put(running.pop(future), future.result())
+                build = running.pop(future)
+                builds.put(build, pool.result(future, compile_one, build))
                 compiled += 1
     for search in searches:
         entry = search.entry()
@@ -501,10 +503,10 @@ def rank_all(
     configs = space(problem, device.arch, device.sms)
     wanted = {config: build_of(problem, config, device.arch_name) for config in configs}
     new = [build for build in wanted.values() if builds.get(build) is None]
-    with _executor(os.cpu_count() or 1 if workers is None else workers) as submit:
-        futures = {submit(compile_build, build): build for build in dict.fromkeys(new)}
-        for done, future in enumerate(futures):
-            builds.put(futures[future], future.result())
+    with _Workers(os.cpu_count() or 1 if workers is None else workers) as pool:
+        futures = {pool.submit(compile_build, build): build for build in dict.fromkeys(new)}
+        for done, (future, build) in enumerate(futures.items()):
+            builds.put(build, pool.result(future, compile_build, build))
             progress(done + 1, len(futures))
     ranked = []
     for config, build in wanted.items():
@@ -515,22 +517,49 @@ def rank_all(
     return sorted(ranked, key=lambda r: (bool(r.compiled and r.compiled.problems), *r.order))
 
 
-@contextlib.contextmanager
-def _executor(workers: int) -> Iterator[Callable[..., Future[Compiled]]]:
-    """How to submit a compilation: to processes of their own, which die with what they were doing
-    when the caller is interrupted.
+class _Workers:
+    """Processes of their own that compile, and die with what they were doing when the caller is
+    interrupted; 0 of them compile here.
     """
-    if workers == 0:
 
-        def here(function: Callable[[Build], Compiled], build: Build) -> Future[Compiled]:
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def submit(self, function: Callable[[Build], Compiled], build: Build) -> Future[Compiled]:
+        if self._workers == 0:
             future: Future[Compiled] = Future()
             future.set_result(function(build))
             return future
+        if self._executor is not None:
+            with contextlib.suppress(BrokenProcessPool):
+                return self._executor.submit(function, build)
+        self._executor = _processes(self._workers)
+        return self._executor.submit(function, build)
 
-        yield here
-        return
-    executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield executor.submit
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+    def result(
+        self, future: Future[Compiled], function: Callable[[Build], Compiled], build: Build
+    ) -> Compiled:
+        """What a submitted build gave.  A compiler that dies takes all processes with it: each
+        build that was lost is compiled once more, alone, so that the one to blame is known.
+        """
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            self._executor = None
+        with _processes(1) as alone:
+            try:
+                return alone.submit(function, build).result()
+            except BrokenProcessPool:
+                return Compiled(("does not compile: the compiler died",))
+
+
+def _processes(number: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from unittest import mock
@@ -243,17 +244,53 @@ def test_best_first_compiles_few() -> None:
     assert len(compiler.builds) < everything / 2
 
 
-def test_a_table_is_made_in_other_processes_as_here() -> None:
-    """Which are forked for once: a spawned one takes seconds to import torch."""
-    here = tune.offline(
-        B200, PROBLEMS[:2], builds=Builds(None), workers=0, compile_one=Compiler(3, 0.3)
-    )
-    forked = tune.multiprocessing.get_context("fork")
-    with mock.patch.object(tune.multiprocessing, "get_context", lambda method: forked):
-        there = tune.offline(
-            B200, PROBLEMS[:2], builds=Builds(None), workers=2, compile_one=Compiler(3, 0.3)
-        )
-    assert there == here
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Worker processes are forked for once: a spawned one takes seconds to import torch."""
+    context = tune.multiprocessing.get_context("fork")
+    with mock.patch.object(tune.multiprocessing, "get_context", lambda method: context):
+        yield
+
+
+def made(compiler: Callable[[Build], Compiled], workers: int, builds: Builds) -> tables.Table:
+    return tune.offline(B200, PROBLEMS[:2], builds=builds, workers=workers, compile_one=compiler)
+
+
+def test_a_table_is_made_in_other_processes_as_here(forked: None) -> None:
+    here = made(Compiler(3, 0.3), 0, Builds(None))
+    assert made(Compiler(3, 0.3), 2, Builds(None)) == here
+
+
+class Deadly(Compiler):
+    """One that some configs kill, or refuses them where it runs in this process."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(4, refused=0.0)
+        self._pid = pid
+
+    def says(self, build: Build) -> Compiled:
+        if isinstance(build.config, GemmConfig) and build.config.tail_t == 32:
+            if os.getpid() != self._pid:
+                os._exit(1)
+            return Compiled(("died",))
+        return super().says(build)
+
+
+def test_a_compiler_that_dies_is_one_more_that_must_not_be_used(
+    forked: None, tmp_path: Path
+) -> None:
+    compiler = Deadly(os.getpid())
+    config = GemmConfig(256, 128, 64, 8, 4, "bulk", tail_t=32)
+    spaces = {"gemm": [config, GemmConfig(256, 128, 64, 8, 3, "bulk", tail_t=64)]}
+    spaces["reassemble"] = tune.space(BANDS, B200.arch, B200.sms)  # type: ignore[assignment]
+    with mock.patch.object(tune, "space", lambda problem, *_: spaces[problem.key.kernel]):
+        there = made(compiler, 2, Builds(tmp_path))
+        assert there == made(compiler, 0, Builds(None))
+        assert there.entries[V4_PRO.key]["modelled"].details["rejected"] == 1
+        # Which is known from now on.
+        assert made(lambda build: pytest.fail("compiled again"), 0, Builds(tmp_path)) == there
+    refused = Builds(tmp_path).get(tune.build_of(V4_PRO, config, "sm_100"))
+    assert refused == Compiled(("does not compile: the compiler died",))
 
 
 def test_progress_is_told_what_is_solved_and_compiled() -> None:
@@ -270,6 +307,34 @@ def test_progress_is_told_what_is_solved_and_compiled() -> None:
     assert told[0] == (0, len(PROBLEMS), 0)
     assert told[-1] == (len(PROBLEMS), len(PROBLEMS), len(compiler.builds))
     assert told == sorted(told)
+
+
+def test_the_whole_space_is_ranked_what_is_usable_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, told = Compiler(8, refused=0.4), list[tuple[int, int]]()
+    monkeypatch.setattr(tune, "compile_build", compiler)
+    for turn in range(2):
+        told.clear()
+        found = tune.rank_all(
+            V4_PRO,
+            B200,
+            builds=Builds(tmp_path),
+            workers=0,
+            progress=lambda *numbers: told.append(numbers),
+        )
+        space = tune.space(V4_PRO, B200.arch, B200.sms)
+        assert {one.config for one in found} == set(space) and len(found) == len(space)
+        refused = [bool(one.compiled and one.compiled.problems) for one in found]
+        assert refused == sorted(refused) and set(refused) == {False, True}
+        for part in (False, True):
+            orders = [one.order for one, bad in zip(found, refused, strict=True) if bad is part]
+            assert orders == sorted(orders)
+        for one in found:
+            assert one.compiled == compiler.says(tune.build_of(V4_PRO, one.config, "sm_100"))
+            usage = None if one.compiled.problems else one.compiled.usage
+            assert one.estimate == tune.modelled(V4_PRO, one.config, B200, usage)
+        assert told == ([(n, len(space)) for n in range(1, len(space) + 1)] if turn == 0 else [])
 
 
 def test_equals_are_told_apart_by_what_is_simpler() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import ops, shapes
+from lmhead import operators, ops, shapes
 from lmhead.comm import Call, Comm
 from lmhead.ops import Plan
 from lmhead.route import Route, choose

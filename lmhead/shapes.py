@@ -169,6 +169,14 @@ def gathered_rows(
     return known
 
 
+def check_own(rows: Rows, own: int, what: str) -> None:
+    """`own` is B, this rank's share of `what`'s rows."""
+    if rows.own != own:
+        raise ValueError(
+            f"rows is {own}, but rank {rows.rank} of {rows.ranks} has {rows.own} of {what}'s rows"
+        )
+
+
 def check_vocab(vocab_size: int, shard: int, ranks: int) -> None:
     """V needs N*S >= V >= 1."""
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
@@ -260,6 +268,20 @@ def check_partial(partial: torch.Tensor) -> None:
             "travel"
         )
     check_no_grad(partial=partial)
+
+
+def check_received(received: torch.Tensor, vocab_size: int, dtype: torch.dtype) -> None:
+    """received [N, B, S] of a dtype that travels, N*S >= V; floats alone may change their dtype."""
+    if received.dim() != 3 or 0 in (received.shape[0], received.shape[2]):
+        raise ValueError(
+            f"received must be [N, B, S] with N and S positive, got {tuple(received.shape)}"
+        )
+    check_vocab(vocab_size, received.shape[2], received.shape[0])
+    if received.dtype != dtype and not {received.dtype, dtype} <= set(FLOATS):
+        raise TypeError(
+            f"{received.dtype} blocks are moved as they are and cannot become {dtype} here"
+        )
+    check_no_grad(received=received)
 
 
 def check_out(

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import lmhead
 from lmhead.compare import first_difference
-from lmhead.ops import exchange_op, logits_op
+from lmhead.operators import exchange_op, logits_op
 
 BF16, FP16, FP32 = FLOATS
 WIDTH = 8

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lmhead import operators, ops, shapes
-from lmhead.comm import Call, Comm
+from lmhead.comm import Call, Comm, identify
 from lmhead.ops import Plan
 from lmhead.route import Route, choose
 from lmhead.shapes import Rows
@@ -214,6 +214,9 @@ class LMHead(nn.Module):
         order, equal on all ranks.  T is a multiple of N, or `row_counts` adds up to it.  No hidden
         row is moved.
         """
+        if torch.compiler.is_compiling():
+            self._open()
+            return self._forward_compiled(gathered, row_counts, out, gathered=True)
         return self._call(gathered, row_counts, out, gathered=True)
 
     def warmup(
@@ -227,6 +230,8 @@ class LMHead(nn.Module):
         kernel.  With `out`, a buffer of at least as many rows, calls that write into it are made
         ready as well.  Every rank calls with the same rows.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
         self._open()
         entries = [rows] if isinstance(rows, int) else list(rows)
         if not entries:
@@ -452,23 +457,32 @@ class LMHead(nn.Module):
             )
 
     def _forward_compiled(
-        self, hidden: torch.Tensor, row_counts: Sequence[int] | None, out: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        out: torch.Tensor | None,
+        *,
+        gathered: bool = False,
     ) -> torch.Tensor:
-        """In compiled code the head is one opaque operator; it resolves the group by name when it
-        runs.  Dtypes follow the weight as it is now: `.to()` settles nothing before an eager call.
+        """In compiled code the head is one opaque operator, which resolves the group by name and
+        validates when it runs: a tracer hides what is raised while it traces.  Dtypes follow the
+        weight as it is now: `.to()` settles nothing before an eager call.
         """
         logits_dtype, wire_dtype = shapes.resolve_dtypes(
             self.weight.dtype, self._asked_logits, self._asked_wire
         )
-        shapes.check_no_grad(hidden=hidden, weight=self.weight, bias=self.bias)
-        shapes.check_out(out, hidden.shape[0], self.vocab_size, logits_dtype, hidden.device)
-        logits: torch.Tensor = torch.ops.lmhead.logits(
-            hidden,
+        what = "gathered" if gathered else "hidden"
+        shapes.check_no_grad(**{what: hidden, "weight": self.weight, "bias": self.bias})
+        ranks, rank = self._comm.ranks, self._comm.rank
+        rows = hidden.shape[0]
+        if gathered or row_counts is not None:
+            rows = shapes.traced_share(rows, row_counts, ranks, rank)
+        arguments = (
             self.weight,
             self.bias,
             self.vocab_size,
             self._comm.name,
-            self._comm.ranks,
+            ranks,
             float(self.scale),
             self.softcap,
             logits_dtype,
@@ -477,7 +491,13 @@ class LMHead(nn.Module):
             self._asked_kernels or "",
             self._asked_route or "",
         )
-        return logits if out is None else out.copy_(logits)
+        given = (hidden, rows) if gathered else (hidden,)
+        if out is None:
+            op = operators.logits_gathered_op if gathered else operators.logits_op
+            return op(*given, *arguments)
+        op = operators.logits_gathered_out_op if gathered else operators.logits_out_op
+        op(*given, *arguments, out)
+        return out
 
     def _entry(self, entry: int | Sequence[int]) -> Rows:
         ranks, rank = self._comm.ranks, self._comm.rank
@@ -511,23 +531,43 @@ def exchange(
     is copied first.  `out` as in `LMHead.forward`.
 
     A `workspace` (`lmhead.Workspace()`) keeps the buffers between calls; without one they are
-    fresh.  Only LMHEAD_CHECK=1 compares the ranks' arguments: there is no constructor that could
-    have done so.
+    fresh.  Compiled code has a pool of its own and leaves the workspace alone.  Only LMHEAD_CHECK=1
+    compares the ranks' arguments: there is no constructor that could have done so.
 
     Raises as `LMHead.forward` does.
     """
     if torch.compiler.is_compiling():
+        return _exchange_compiled(
+            partial, vocab_size, group, row_counts, logits_dtype, out, route, kernels
+        )
+    return _exchange(
+        partial, vocab_size, group, row_counts, logits_dtype, out, workspace, route, kernels
+    )
+
+
+def _exchange(
+    partial: torch.Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    row_counts: Sequence[int] | None,
+    logits_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    workspace: Workspace | None,
+    route: str | None,
+    kernels: str | None,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
         return _untraced(
-            exchange,
+            _exchange,
             partial,
-            vocab_size=vocab_size,
-            group=group,
-            row_counts=row_counts,
-            logits_dtype=logits_dtype,
-            out=out,
-            workspace=workspace,
-            route=route,
-            kernels=kernels,
+            vocab_size,
+            group,
+            row_counts,
+            logits_dtype,
+            out,
+            workspace,
+            route,
+            kernels,
         )
     if not isinstance(partial, torch.Tensor):
         raise TypeError(f"partial must be a tensor, got {type(partial).__name__}")
@@ -574,11 +614,42 @@ def _require_plain(hidden: torch.Tensor) -> None:
 
 
 def _untraced(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A graph break where compiled code comes to what has no operator: a tracer that took the
+    """Where a tracer that gave up on the caller comes in by the back door: one that took the
     collectives apart would leave ranks waiting for one that still compiles.
     """
     # Here and not as a decorator, which would load the compiler (a second) with the package.
     return torch.compiler.disable(function)(*args, **kwargs)
+
+
+def _exchange_compiled(
+    partial: torch.Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    row_counts: Sequence[int] | None,
+    logits_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    route: str | None,
+    kernels: str | None,
+) -> torch.Tensor:
+    """`exchange` in compiled code: one opaque operator, which validates when it runs."""
+    shapes.check_no_grad(partial=partial)
+    name, ranks, rank = identify(group)
+    rows = shapes.traced_share(partial.shape[0], row_counts, ranks, rank)
+    arguments = (
+        partial,
+        rows,
+        vocab_size,
+        name,
+        ranks,
+        partial.dtype if logits_dtype is None else logits_dtype,
+        row_counts,
+        kernels or "",
+        route or "",
+    )
+    if out is None:
+        return operators.exchange_op(*arguments)
+    operators.exchange_out_op(*arguments, out)
+    return out
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -169,6 +169,15 @@ def gathered_rows(
     return known
 
 
+def traced_share(total: int, row_counts: Sequence[int] | None, ranks: int, rank: int) -> int:
+    """B, this rank's share of `total` gathered rows, in code that is being traced: the operator
+    finds out at run time whether they divide.
+    """
+    if row_counts is None:
+        return total // ranks
+    return rows_from_counts(row_counts, ranks, rank).own
+
+
 def check_own(rows: Rows, own: int, what: str) -> None:
     """`own` is B, this rank's share of `what`'s rows."""
     if rows.own != own:

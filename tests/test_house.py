@@ -173,7 +173,7 @@ def test_a_wheel_holds_one_top_level_name_and_the_kernels(tmp_path: Path) -> Non
 
 
 def test_importing_twice_is_harmless() -> None:
-    """Operators are registered when lmhead.operators is imported; doing that again must not raise."""
+    """Operators are registered on import; doing that again must not raise."""
     code = (
         "import importlib, torch, lmhead, lmhead.operators\n"
         "importlib.reload(lmhead.operators)\n"

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import operators, ops, shapes
+from lmhead import memory, operators, ops, shapes
 from lmhead.comm import Call, Comm, identify
+from lmhead.memory import Memory
 from lmhead.ops import Plan
 from lmhead.route import Route, choose
 from lmhead.shapes import Rows
@@ -29,19 +30,34 @@ _WarmKey = tuple[tuple[int, ...], tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `LMHead.warmup` did.  Bytes on this rank."""
+    """What `LMHead.warmup` did and holds on this rank, in bytes; None where it is not measured, on
+    a CPU.  An engine that sizes its KV cache takes what the device has free afterwards.
+    """
 
     rows: tuple[tuple[int, ...], ...]  # the row counts that are ready, per rank
-    workspace_bytes: dict[str, int]  # kept buffers by purpose
+    workspace_bytes: dict[str, int]  # kept buffers by purpose; they lie in torch's allocator
     collective_bytes: int  # moved through the collectives before any call
-    device_bytes: int | None  # device memory taken in all, the backend's included; None on CPU
+    communicator_bytes: int | None  # taken by the backend: when the head was built, and here
+    kernel_bytes: int | None  # taken by loaded kernels, and whatever else calls took beside torch
+    before: Memory | None  # the device's memory
+    after: Memory | None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Device memory taken in all, torch's cache of freed blocks included."""
+        if self.before is None or self.after is None:
+            return None
+        return self.before.free - self.after.free
 
     def __str__(self) -> str:
         held = sum(self.workspace_bytes.values())
         text = f"ready for rows {[list(counts) for counts in self.rows]}: "
         text += f"{held / 2**20:.1f} MiB of buffers"
-        if self.device_bytes is not None:
-            text += f", {self.device_bytes / 2**20:.1f} MiB of device memory in all"
+        if self.before is not None and self.after is not None:
+            communicator, kernels = self.communicator_bytes or 0, self.kernel_bytes or 0
+            text += f", {communicator / 2**20:.1f} MiB of the communicator"
+            text += f", {kernels / 2**20:.1f} MiB of kernels; the device had "
+            text += f"{self.before.free / 2**20:.1f} MiB free and has {self.after.free / 2**20:.1f}"
         return text
 
 
@@ -116,7 +132,10 @@ class LMHead(nn.Module):
         self.bias = None if bias is None else _parameter(bias)
         self._check_calls = ops.checking()
         self._settled: tuple[object, ...] | None = None
+        before = memory.read(weight_shard.device)
         self._settle(check_finite)
+        # The first collective makes the communicator.
+        self._communicator = memory.taken_outside(before, memory.read(weight_shard.device))
 
     @classmethod
     def from_full(
@@ -174,6 +193,11 @@ class LMHead(nn.Module):
         return self._last_route
 
     @property
+    def checking(self) -> bool:
+        """Whether LMHEAD_CHECK=1 when the head was built: every call is agreed among the ranks."""
+        return self._check_calls
+
+    @property
     def ranks(self) -> int:
         """N."""
         return self._comm.ranks
@@ -227,8 +251,8 @@ class LMHead(nn.Module):
 
         An entry is B, the same on every rank, or a list of N counts.  Runs both collectives once
         with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
-        kernel.  With `out`, a buffer of at least as many rows, calls that write into it are made
-        ready as well.  Every rank calls with the same rows.
+        kernel; after it nothing persistent is allocated.  With `out`, a buffer of at least as many
+        rows, calls that write into it are made ready as well.  Every rank calls with the same rows.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
@@ -245,8 +269,12 @@ class LMHead(nn.Module):
             for counts in wanted:
                 part = out[: counts.own]
                 shapes.check_out(part, counts.own, self.vocab_size, self._logits_dtype, device)
-        before = _free_bytes(device)
+        before = memory.read(device)
         moved = self._comm.warm_up(device)
+        connected = memory.read(device)
+        more = memory.taken_outside(before, connected)
+        if self._communicator is not None and more is not None:
+            self._communicator += more
         largest = max(counts.largest for counts in wanted)
         ops.reserve_gather(self._comm, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
@@ -258,12 +286,15 @@ class LMHead(nn.Module):
                 self._call(hidden, given, None, gathered=False, warming=True)
                 if out is not None:
                     self._call(hidden, given, out[: counts.own], gathered=False, warming=True)
-        after = _free_bytes(device)
+        after = memory.read(device)
         return WarmupReport(
             rows=tuple(counts.counts for counts in wanted),
             workspace_bytes=self._workspace.bytes(),
             collective_bytes=moved,
-            device_bytes=None if before is None or after is None else before - after,
+            communicator_bytes=self._communicator,
+            kernel_bytes=memory.taken_outside(connected, after),
+            before=before,
+            after=after,
         )
 
     def close(self) -> None:
@@ -657,7 +688,3 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

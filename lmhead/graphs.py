@@ -191,10 +191,15 @@ class DecodeGraphs:
             raise RuntimeError(
                 f"{self._why_not}: call capture(*examples) on every rank first, or the step itself"
             )
-        rows = self._check_inputs(inputs)
-        most = _largest(agreed, rows)
-        bucket = self.bucket(most)
-        self._check_agreed(bucket)
+        rows = most = bucket = 0
+        error: Exception | None = None
+        try:
+            rows = self._check_inputs(inputs)
+            most = _largest(agreed, rows)
+            bucket = self.bucket(most)
+        except (ValueError, TypeError) as caught:
+            error = caught
+        self._check_agreed(bucket, error)
         if most == 0:  # every rank knows that no rank has rows
             return tree_map(lambda result: _head_rows(result, 0, clone), self._results[bucket])
         for kept, given, fill in zip(self._inputs, inputs, self._fill, strict=True):
@@ -335,13 +340,15 @@ class DecodeGraphs:
                 )
         return inputs[0].shape[0]
 
-    def _check_agreed(self, bucket: int) -> None:
-        """LMHEAD_CHECK=1: every rank is about to replay the same bucket, or every rank raises."""
-        if not self._heads or not self._heads[0].checking:
-            return
-        head, number = self._heads[0], next(self._calls)
-        call = Call("replay", (bucket,) * head.ranks, head.shard, str(head.weight.dtype), number)
-        head._comm.agree({"op": "replay", "bucket": bucket}, None, call, head.weight.device)
+    def _check_agreed(self, bucket: int, error: Exception | None) -> None:
+        """Raise `error`; under LMHEAD_CHECK=1 all ranks replay the same bucket, or all raise."""
+        if self._heads and self._heads[0].checking:
+            head = self._heads[0]
+            dtype, number = str(head.weight.dtype), next(self._calls)
+            call = Call("replay", (bucket,) * head.ranks, head.shard, dtype, number)
+            head._comm.agree({"op": "replay", "bucket": bucket}, error, call, head.weight.device)
+        if error is not None:
+            raise error
 
 
 def _can_capture(device: torch.device) -> bool:

@@ -79,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
         default=10,
         help="timed rounds of each route (default %(default)s)",
     )
+    show.add_argument(
+        "--loop",
+        choices=demo.LOOPS,
+        default="eager",
+        help="how the decode loop calls the head: eager; compile: torch.compile(fullgraph=True); "
+        "graph: replayed CUDA graphs, which need a GPU per rank (default %(default)s)",
+    )
     show.add_argument("--json", action="store_true", help="print the report as one JSON object")
     return parser
 
@@ -96,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts=tuple(arguments.prompt),
         route=arguments.route,
         rounds=arguments.rounds,
+        loop=arguments.loop,
     )
     try:
         report = demo.run(options)

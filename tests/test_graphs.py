@@ -142,7 +142,7 @@ def test_checked_mode_tells_of_different_buckets() -> None:
     for rank, (other, more) in enumerate(pool(2).run(_disagreeing)):
         assert (other.error, more.error) == ("ValueError", "ValueError")
         assert "bucket is 2 on rank 0, 4 on rank 1" in other.text
-        told = mistake if rank else f"lmhead replay, call 2: rank 1 refused: ValueError: {mistake}"
+        told = mistake if rank else f"lmhead replay, call 3: rank 1 refused: ValueError: {mistake}"
         assert more.text == told
         for answer in (other, more):
             assert answer.seconds < 5 and len(answer.collectives) == 1

@@ -33,7 +33,7 @@ ALLOWED = {
     "operators": {"inductor", "ops", "route", "shapes"},
     "head": {"comm", "memory", "operators", "ops", "route", "shapes", "workspace"},
     "graphs": {"comm", "head"},
-    "demo": {"compare", "head", "launch", "shapes", "timing"},
+    "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},
     "cli": {"comm", "demo", "head", "launch"},
 }
 RUNTIME = {"torch", "triton", "lmhead"}

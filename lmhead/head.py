@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import memory, operators, ops, shapes
+from lmhead import (
+    memory,
+    operators,  # noqa: F401  registers torch.ops.lmhead
+    ops,
+    shapes,
+)
 from lmhead.comm import Call, Comm, identify
 from lmhead.memory import Memory
 from lmhead.ops import Plan
@@ -524,9 +529,9 @@ class LMHead(nn.Module):
         )
         given = (hidden, rows) if gathered else (hidden,)
         if out is None:
-            op = operators.logits_gathered_op if gathered else operators.logits_op
+            op = torch.ops.lmhead.logits_gathered if gathered else torch.ops.lmhead.logits
             return op(*given, *arguments)
-        op = operators.logits_gathered_out_op if gathered else operators.logits_out_op
+        op = torch.ops.lmhead.logits_gathered_out if gathered else torch.ops.lmhead.logits_out
         op(*given, *arguments, out)
         return out
 
@@ -678,8 +683,8 @@ def _exchange_compiled(
         route or "",
     )
     if out is None:
-        return operators.exchange_op(*arguments)
-    operators.exchange_out_op(*arguments, out)
+        return torch.ops.lmhead.exchange(*arguments)
+    torch.ops.lmhead.exchange_out(*arguments, out)
     return out
 
 

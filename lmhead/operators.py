@@ -59,7 +59,8 @@ def logits_op(*arguments: Any) -> torch.Tensor:
 )
 def logits_out_op(*arguments: Any) -> None:
     """`lmhead::logits` into the last argument, `out` [B, V], whose columns are contiguous."""
-    ops.logits_by_name(*arguments[:-1], out=arguments[-1])
+    hidden, *rest, out = arguments
+    ops.logits_by_name(_apart(hidden, out), *rest, out=out)
 
 
 @torch.library.custom_op(
@@ -82,7 +83,8 @@ def logits_gathered_op(gathered: torch.Tensor, rows: int, *arguments: Any) -> to
 )
 def logits_gathered_out_op(gathered: torch.Tensor, rows: int, *arguments: Any) -> None:
     """`lmhead::logits_gathered` into the last argument, `out` [B, V]."""
-    ops.logits_by_name(gathered, *arguments[:-1], gathered=rows, out=arguments[-1])
+    *rest, out = arguments
+    ops.logits_by_name(_apart(gathered, out), *rest, gathered=rows, out=out)
 
 
 @torch.library.custom_op("lmhead::exchange", mutates_args=(), schema=f"({_EXCHANGE}) -> Tensor")
@@ -100,7 +102,8 @@ def exchange_op(*arguments: Any) -> torch.Tensor:
 )
 def exchange_out_op(*arguments: Any) -> None:
     """`lmhead::exchange` into the last argument, `out` [rows, V]."""
-    ops.exchange_by_name(*arguments[:-1], out=arguments[-1])
+    partial, *rest, out = arguments
+    ops.exchange_by_name(_apart(partial, out), *rest, out=out)
 
 
 @torch.library.custom_op(
@@ -129,15 +132,21 @@ def reassemble_op(
     schema=f"(Tensor received, str kernels, {_OUT}) -> ()",
 )
 def reassemble_out_op(received: torch.Tensor, kernels: str, out: torch.Tensor) -> None:
-    """`lmhead::reassemble` into `out` [B, V], which gives V and the dtype and lies apart from
-    `received`.
-    """
+    """`lmhead::reassemble` into `out` [B, V], which gives V and the dtype."""
     if out.dim() != 2:
         raise ValueError(f"out must be [B, V], got {tuple(out.shape)}")
     shapes.check_received(received, out.shape[1], out.dtype)
     shapes.check_out(out, received.shape[1], out.shape[1], out.dtype, received.device)
-    shapes.check_no_overlap(out, received=received)
-    _reassemble_into(received, out, kernels)
+    _reassemble_into(_apart(received, out), out, kernels)
+
+
+def _apart(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`given`, or a copy where `out` overlaps it.
+
+    A caller who writes `source = buffer.clone()` and then this from `source` into `buffer` has done
+    everything right, but Inductor takes the clone away (torch 2.13).
+    """
+    return given.clone() if shapes.overlap(given, out) else given
 
 
 def _reassemble_into(received: torch.Tensor, out: torch.Tensor, kernels: str) -> None:

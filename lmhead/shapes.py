@@ -317,17 +317,22 @@ def check_out(
 
 def check_no_overlap(out: torch.Tensor | None, **inputs: torch.Tensor | None) -> None:
     """`out` must not share memory with an input: it is written while inputs are still read."""
-    if out is None or out.numel() == 0:
+    if out is None:
         return
-    first, last = _span(out)
     for name, tensor in inputs.items():
-        if tensor is None or tensor.numel() == 0 or tensor.device != out.device:
-            continue
-        begin, end = _span(tensor)
-        if begin < last and first < end:
+        if tensor is not None and overlap(tensor, out):
+            (first, last), (begin, end) = _span(out), _span(tensor)
             raise ValueError(
                 f"out overlaps {name} in memory (bytes {first}..{last} and {begin}..{end})"
             )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of two strided tensors share memory."""
+    if one.numel() == 0 or other.numel() == 0 or one.device != other.device:
+        return False
+    (first, last), (begin, end) = _span(one), _span(other)
+    return begin < last and first < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,12 +1,14 @@
-"""Guards that a test puts around a call: `Allocations` records what it allocates, `capture_safe`
-fails where it does anything that a CUDA-graph capture cannot hold.
+"""Guards that a test puts around a call: `Allocations` records what it allocates, `Living` what
+outlives it, and `capture_safe` fails where it does anything that a CUDA-graph capture cannot hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +63,26 @@ class Allocations(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class Living(TorchDispatchMode):
+    """Every tensor that the block makes, held weakly; afterwards, the bytes that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.made.extend(weakref.ref(leaf) for leaf in leaves)
+        return result
+
+    def bytes(self) -> int:
+        gc.collect()
+        alive = [tensor for ref in self.made if (tensor := ref()) is not None]
+        storages = {tensor.untyped_storage() for tensor in alive}
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # Capture safety.

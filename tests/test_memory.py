@@ -4,17 +4,14 @@ that took it.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from data_head import KERNELS, Arithmetic, whole
+from guards import Living
 from ranks import pool
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import lmhead
 from lmhead import memory
@@ -27,26 +24,6 @@ SHAPES: tuple[tuple[int, int, Any], ...] = (
     (1999, 48, (36,)),
     (300, 64, ([3, 0, 5, 1], 2)),
 )
-
-
-class Living(TorchDispatchMode):
-    """Every tensor that the block makes, held weakly; afterwards, the bytes that still live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.made.extend(weakref.ref(leaf) for leaf in leaves)
-        return result
-
-    def bytes(self) -> int:
-        gc.collect()
-        alive = [tensor for ref in self.made if (tensor := ref()) is not None]
-        storages = {tensor.untyped_storage() for tensor in alive}
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _held(rank: int, ranks: int, kernels: str) -> list[str]:

@@ -17,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports the kernels: the interpreter is chosen when they are decorated.
     if config.option.markexpr != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # cuBLAS refuses to run without it where algorithms are to be deterministic, as they are below.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,16 +2,17 @@
 
     LMHead           the head as a module: own rows in, their logits over the whole vocabulary out
     exchange         the same exchange under a caller's own GEMM
+    DecodeGraphs     a decode step replayed from CUDA graphs, one per row bucket
     Workspace        kept buffers for `exchange`
     CollectiveError  what a failed or timed-out collective raises
 
-Importing this registers torch.ops.lmhead.logits and torch.ops.lmhead.exchange; it touches no device
-and no group.
+Importing this registers the operators of torch.ops.lmhead; it touches no device and no group.
 """
 
 from lmhead.comm import CollectiveError
+from lmhead.graphs import DecodeGraphs
 from lmhead.head import VERSION as __version__
 from lmhead.head import LMHead, exchange
 from lmhead.workspace import Workspace
 
-__all__ = ["CollectiveError", "LMHead", "Workspace", "__version__", "exchange"]
+__all__ = ["CollectiveError", "DecodeGraphs", "LMHead", "Workspace", "__version__", "exchange"]

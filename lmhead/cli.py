@@ -97,6 +97,13 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         default=10,
         help="timed rounds of each route (default %(default)s)",
     )
+    show.add_argument(
+        "--loop",
+        choices=demo.LOOPS,
+        default="eager",
+        help="how the decode loop calls the head: eager; compile: torch.compile(fullgraph=True); "
+        "graph: replayed CUDA graphs, which need a GPU per rank (default %(default)s)",
+    )
     show.add_argument("--json", action="store_true", help="print the report as one JSON object")
     show.set_defaults(run=_demo)
 
@@ -214,6 +221,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         prompts=tuple(arguments.prompt),
         route=arguments.route,
         rounds=arguments.rounds,
+        loop=arguments.loop,
     )
     report = demo.run(options)
     if report is None:  # another rank of torchrun prints

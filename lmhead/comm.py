@@ -248,6 +248,14 @@ class Comm:
             ) from error
 
 
+def identify(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[str, int, int]:
+    """(name, N, own rank) of a group, "" for none: what code that is being traced may ask of it."""
+    found = _process_group(group)
+    if found is None:
+        return "", 1, 0
+    return found.group_name, dist.get_world_size(found), dist.get_rank(found)
+
+
 def resolve(name: str) -> dist.ProcessGroup | None:
     """The group registered under `name` now ("" for none); looked up on every call and kept
     nowhere.

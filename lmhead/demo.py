@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from lmhead import compare, launch, timing
+from lmhead.graphs import DecodeGraphs
 from lmhead.head import LMHead
 from lmhead.launch import LaunchError
 from lmhead.shapes import Rows, moved_bytes, shard_rows
 
 ROUTES = ("all_to_all", "all_gather")
+LOOPS = ("eager", "compile", "graph")
 PROMPTS_PER_RANK = 2
 PROMPTS = (
     "The capital of France is",
@@ -53,6 +55,7 @@ class Options:
     prompts: tuple[str, ...] = ()
     route: str | None = None
     rounds: int = 10
+    loop: str = "eager"
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Report:
     vocab_size: int
     rows_per_rank: int
     dtype: str
+    loop: str  # how the head was called in what is compared
     bytes_per_step: dict[str, int]  # by route, per rank
     head_ms: dict[str, float]  # median over rounds of the slowest rank, by route
     head_spread_ms: dict[str, float]
@@ -93,7 +97,8 @@ class Report:
             yield ""
         yield (
             f"{self.ranks} ranks on {self.device}, {self.rows_per_rank} rows each, "
-            f"{self.vocab_size} tokens in {self.dtype}; route: {self.route} ({self.reason})"
+            f"{self.vocab_size} tokens in {self.dtype}; {self.loop} loop; "
+            f"route: {self.route} ({self.reason})"
         )
         if self.head_ms:
             yield f"{'head, one step':<16}{'exchanged per rank':>20}{'median':>12}{'spread':>10}"
@@ -111,9 +116,28 @@ def run(options: Options) -> Report | None:
     """Run the demo; None on every rank but 0 under torchrun.  Raises LaunchError with one clear
     line.
     """
+    here = launch.local_ranks(launch.world_size(options.ranks))
+    if options.loop == "graph" and not launch.on_cuda(here):
+        raise LaunchError(
+            f"--loop graph needs a CUDA device for each of {here} ranks, and this machine has "
+            f"{torch.cuda.device_count()}: use --loop eager or --loop compile"
+        )
     if options.model == "synthetic":
         return _run_synthetic(options)
     return _run_model(options)
+
+
+def _looped(head: LMHead, loop: str, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How a decode loop calls the head: as it is, compiled whole, or replayed from a graph of as
+    many rows as `like` has.  Every rank calls this at the same time.
+    """
+    if loop == "compile":
+        return torch.compile(head, fullgraph=True)
+    if loop == "graph":
+        graphs = DecodeGraphs(head, (like.shape[0],), heads=(head,))
+        graphs.capture(like)
+        return graphs
+    return head
 
 
 def _progress(total: int, label: str, show: bool) -> Iterable[int]:
@@ -310,16 +334,16 @@ def _model_job(
     for head in heads.values():
         head.warmup(PROMPTS_PER_RANK)
     bar = "decoding" if rank == 0 else ""
-    decoded, hidden = _decode(
-        model, tokenizer, _prompts(options, rank), options.tokens, heads["asked"], bar
-    )
+    like = weight.new_zeros(PROMPTS_PER_RANK, weight.shape[1])
+    step = _looped(heads["asked"], options.loop, like)
+    decoded, hidden = _decode(model, tokenizer, _prompts(options, rank), options.tokens, step, bar)
     with torch.inference_mode():
         found = _timed(heads, hidden, options.rounds, device)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, decoded)
     for head in heads.values():
         head.close()
-    return found | {"decoded": everyone} if rank == 0 else None
+    return found | {"decoded": everyone, "loop": options.loop} if rank == 0 else None
 
 
 def _run_model(options: Options) -> Report | None:
@@ -405,6 +429,7 @@ def _synthetic_job(
         for head in heads.values():
             head.warmup(SYNTHETIC_ROWS)
         logits = [head(hidden) for head in heads.values()]
+        logits.append(_looped(heads["asked"], options.loop, hidden)(hidden))
         found = _timed(heads, hidden, options.rounds, device)
         full = torch.cat([_random(r, shard) for r in range(ranks)])[:SYNTHETIC_VOCAB].to(device)
         error, same = _check(hidden, full, logits)
@@ -412,7 +437,7 @@ def _synthetic_job(
     dist.all_gather_object(everyone, (error, same))
     for head in heads.values():
         head.close()
-    return found | {"checks": everyone} if rank == 0 else None
+    return found | {"checks": everyone, "loop": options.loop} if rank == 0 else None
 
 
 def _check(

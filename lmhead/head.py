@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import ops, shapes
+from lmhead import (
+    memory,
+    operators,  # noqa: F401  registers torch.ops.lmhead
+    ops,
+    shapes,
+)
 from lmhead.chooser import DEFAULTS, Chooser
-from lmhead.comm import Call, Comm
+from lmhead.comm import Call, Comm, identify
+from lmhead.memory import Memory
 from lmhead.ops import Plan
 from lmhead.route import Route, choose
 from lmhead.shapes import Rows
@@ -31,22 +37,37 @@ _WarmKey = tuple[tuple[int, ...], tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What `LMHead.warmup` did.  Bytes on this rank."""
+    """What `LMHead.warmup` did and holds on this rank, in bytes; None where it is not measured, on
+    a CPU.  An engine that sizes its KV cache takes what the device has free afterwards.
+    """
 
     rows: tuple[tuple[int, ...], ...]  # the row counts that are ready, per rank
-    workspace_bytes: dict[str, int]  # kept buffers by purpose
+    workspace_bytes: dict[str, int]  # kept buffers by purpose; they lie in torch's allocator
     collective_bytes: int  # moved through the collectives before any call
-    device_bytes: int | None  # device memory taken in all, the backend's included; None on CPU
+    communicator_bytes: int | None  # taken by the backend: when the head was built, and here
+    kernel_bytes: int | None  # taken by loaded kernels, and whatever else calls took beside torch
+    before: Memory | None  # the device's memory
+    after: Memory | None
     # By row counts and kernel ("gemm", "reassemble", "copy"): the config of each launch and where
     # it is from, the same on every rank; empty for torch's kernels.
     configs: dict[tuple[int, ...], dict[str, Choice]]
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Device memory taken in all, torch's cache of freed blocks included."""
+        if self.before is None or self.after is None:
+            return None
+        return self.before.free - self.after.free
 
     def __str__(self) -> str:
         held = sum(self.workspace_bytes.values())
         text = f"ready for rows {[list(counts) for counts in self.rows]}: "
         text += f"{held / 2**20:.1f} MiB of buffers"
-        if self.device_bytes is not None:
-            text += f", {self.device_bytes / 2**20:.1f} MiB of device memory in all"
+        if self.before is not None and self.after is not None:
+            communicator, kernels = self.communicator_bytes or 0, self.kernel_bytes or 0
+            text += f", {communicator / 2**20:.1f} MiB of the communicator"
+            text += f", {kernels / 2**20:.1f} MiB of kernels; the device had "
+            text += f"{self.before.free / 2**20:.1f} MiB free and has {self.after.free / 2**20:.1f}"
         return text
 
 
@@ -121,7 +142,10 @@ class LMHead(nn.Module):
         self.bias = None if bias is None else _parameter(bias)
         self._check_calls = ops.checking()
         self._settled: tuple[object, ...] | None = None
+        before = memory.read(weight_shard.device)
         self._settle(check_finite)
+        # The first collective makes the communicator.
+        self._communicator = memory.taken_outside(before, memory.read(weight_shard.device))
 
     @classmethod
     def from_full(
@@ -179,6 +203,11 @@ class LMHead(nn.Module):
         return self._last_route
 
     @property
+    def checking(self) -> bool:
+        """Whether LMHEAD_CHECK=1 when the head was built: every call is agreed among the ranks."""
+        return self._check_calls
+
+    @property
     def ranks(self) -> int:
         """N."""
         return self._comm.ranks
@@ -219,6 +248,9 @@ class LMHead(nn.Module):
         order, equal on all ranks.  T is a multiple of N, or `row_counts` adds up to it.  No hidden
         row is moved.
         """
+        if torch.compiler.is_compiling():
+            self._open()
+            return self._forward_compiled(gathered, row_counts, out, gathered=True)
         return self._call(gathered, row_counts, out, gathered=True)
 
     def warmup(
@@ -229,9 +261,11 @@ class LMHead(nn.Module):
 
         An entry is B, the same on every rank, or a list of N counts.  Runs both collectives once
         with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
-        kernel.  With `out`, a buffer of at least as many rows, calls that write into it are made
-        ready as well.  Every rank calls with the same rows.
+        kernel; after it nothing persistent is allocated.  With `out`, a buffer of at least as many
+        rows, calls that write into it are made ready as well.  Every rank calls with the same rows.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
         self._open()
         entries = [rows] if isinstance(rows, int) else list(rows)
         if not entries:
@@ -245,8 +279,12 @@ class LMHead(nn.Module):
             for counts in wanted:
                 part = out[: counts.own]
                 shapes.check_out(part, counts.own, self.vocab_size, self._logits_dtype, device)
-        before = _free_bytes(device)
+        before = memory.read(device)
         moved = self._comm.warm_up(device)
+        connected = memory.read(device)
+        more = memory.taken_outside(before, connected)
+        if self._communicator is not None and more is not None:
+            self._communicator += more
         if self._chooser is not None:
             call = Call("warmup", (), self.shard, str(self.weight.dtype).removeprefix("torch."), 0)
             if self._chooser.agree(self._comm, self._sizes, call, device):
@@ -262,12 +300,15 @@ class LMHead(nn.Module):
                 self._call(hidden, given, None, gathered=False, warming=True)
                 if out is not None:
                     self._call(hidden, given, out[: counts.own], gathered=False, warming=True)
-        after = _free_bytes(device)
+        after = memory.read(device)
         return WarmupReport(
             rows=tuple(counts.counts for counts in wanted),
             workspace_bytes=self._workspace.bytes(),
             collective_bytes=moved,
-            device_bytes=None if before is None or after is None else before - after,
+            communicator_bytes=self._communicator,
+            kernel_bytes=memory.taken_outside(connected, after),
+            before=before,
+            after=after,
             configs={
                 counts.counts: self._chooser.choices(counts, self._sizes)
                 for counts in wanted
@@ -469,23 +510,32 @@ class LMHead(nn.Module):
             )
 
     def _forward_compiled(
-        self, hidden: torch.Tensor, row_counts: Sequence[int] | None, out: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        out: torch.Tensor | None,
+        *,
+        gathered: bool = False,
     ) -> torch.Tensor:
-        """In compiled code the head is one opaque operator; it resolves the group by name when it
-        runs.  Dtypes follow the weight as it is now: `.to()` settles nothing before an eager call.
+        """In compiled code the head is one opaque operator, which resolves the group by name and
+        validates when it runs: a tracer hides what is raised while it traces.  Dtypes follow the
+        weight as it is now: `.to()` settles nothing before an eager call.
         """
         logits_dtype, wire_dtype = shapes.resolve_dtypes(
             self.weight.dtype, self._asked_logits, self._asked_wire
         )
-        shapes.check_no_grad(hidden=hidden, weight=self.weight, bias=self.bias)
-        shapes.check_out(out, hidden.shape[0], self.vocab_size, logits_dtype, hidden.device)
-        logits: torch.Tensor = torch.ops.lmhead.logits(
-            hidden,
+        what = "gathered" if gathered else "hidden"
+        shapes.check_no_grad(**{what: hidden, "weight": self.weight, "bias": self.bias})
+        ranks, rank = self._comm.ranks, self._comm.rank
+        rows = hidden.shape[0]
+        if gathered or row_counts is not None:
+            rows = shapes.traced_share(rows, row_counts, ranks, rank)
+        arguments = (
             self.weight,
             self.bias,
             self.vocab_size,
             self._comm.name,
-            self._comm.ranks,
+            ranks,
             float(self.scale),
             self.softcap,
             logits_dtype,
@@ -494,7 +544,13 @@ class LMHead(nn.Module):
             self._asked_kernels or "",
             self._asked_route or "",
         )
-        return logits if out is None else out.copy_(logits)
+        given = (hidden, rows) if gathered else (hidden,)
+        if out is None:
+            op = torch.ops.lmhead.logits_gathered if gathered else torch.ops.lmhead.logits
+            return op(*given, *arguments)
+        op = torch.ops.lmhead.logits_gathered_out if gathered else torch.ops.lmhead.logits_out
+        op(*given, *arguments, out)
+        return out
 
     def _entry(self, entry: int | Sequence[int]) -> Rows:
         ranks, rank = self._comm.ranks, self._comm.rank
@@ -528,23 +584,43 @@ def exchange(
     is copied first.  `out` as in `LMHead.forward`.
 
     A `workspace` (`lmhead.Workspace()`) keeps the buffers between calls; without one they are
-    fresh.  Only LMHEAD_CHECK=1 compares the ranks' arguments: there is no constructor that could
-    have done so.
+    fresh.  Compiled code has a pool of its own and leaves the workspace alone.  Only LMHEAD_CHECK=1
+    compares the ranks' arguments: there is no constructor that could have done so.
 
     Raises as `LMHead.forward` does.
     """
     if torch.compiler.is_compiling():
+        return _exchange_compiled(
+            partial, vocab_size, group, row_counts, logits_dtype, out, route, kernels
+        )
+    return _exchange(
+        partial, vocab_size, group, row_counts, logits_dtype, out, workspace, route, kernels
+    )
+
+
+def _exchange(
+    partial: torch.Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    row_counts: Sequence[int] | None,
+    logits_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    workspace: Workspace | None,
+    route: str | None,
+    kernels: str | None,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
         return _untraced(
-            exchange,
+            _exchange,
             partial,
-            vocab_size=vocab_size,
-            group=group,
-            row_counts=row_counts,
-            logits_dtype=logits_dtype,
-            out=out,
-            workspace=workspace,
-            route=route,
-            kernels=kernels,
+            vocab_size,
+            group,
+            row_counts,
+            logits_dtype,
+            out,
+            workspace,
+            route,
+            kernels,
         )
     if not isinstance(partial, torch.Tensor):
         raise TypeError(f"partial must be a tensor, got {type(partial).__name__}")
@@ -591,11 +667,42 @@ def _require_plain(hidden: torch.Tensor) -> None:
 
 
 def _untraced(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A graph break where compiled code comes to what has no operator: a tracer that took the
+    """Where a tracer that gave up on the caller comes in by the back door: one that took the
     collectives apart would leave ranks waiting for one that still compiles.
     """
     # Here and not as a decorator, which would load the compiler (a second) with the package.
     return torch.compiler.disable(function)(*args, **kwargs)
+
+
+def _exchange_compiled(
+    partial: torch.Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    row_counts: Sequence[int] | None,
+    logits_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    route: str | None,
+    kernels: str | None,
+) -> torch.Tensor:
+    """`exchange` in compiled code: one opaque operator, which validates when it runs."""
+    shapes.check_no_grad(partial=partial)
+    name, ranks, rank = identify(group)
+    rows = shapes.traced_share(partial.shape[0], row_counts, ranks, rank)
+    arguments = (
+        partial,
+        rows,
+        vocab_size,
+        name,
+        ranks,
+        partial.dtype if logits_dtype is None else logits_dtype,
+        row_counts,
+        kernels or "",
+        route or "",
+    )
+    if out is None:
+        return torch.ops.lmhead.exchange(*arguments)
+    torch.ops.lmhead.exchange_out(*arguments, out)
+    return out
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
@@ -603,7 +710,3 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

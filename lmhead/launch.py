@@ -91,6 +91,11 @@ def local_ranks(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun() else ranks
 
 
+def on_cuda(local_ranks: int) -> bool:
+    """Whether `run` computes on CUDA: where this machine has a device for each of its ranks."""
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+
+
 def require_memory(needed: int, what: str) -> None:
     """LaunchError where fewer than `needed` bytes of memory are available: on the machine, or in
     this process's control group (Linux; elsewhere no check).
@@ -136,7 +141,7 @@ def _join(
 ) -> torch.device:
     """Initialise the default group; the device that this rank computes on."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+    if on_cuda(local_ranks):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group(

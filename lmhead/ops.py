@@ -1,9 +1,8 @@
-"""The head's step, from hidden rows to logits, and its registered operators.
+"""The head's step, from hidden rows to logits.
 
 `run_logits` and `run_exchange` are the implementation: plain functions on plain tensors that eager
-callers reach directly.  `torch.ops.lmhead.logits` and `torch.ops.lmhead.exchange` wrap them for
-compiled code: functional, with the group as a NAME that is resolved when the op runs, and fakes
-that are the same shape arithmetic and never touch a group.
+callers reach directly.  `logits_by_name` and `exchange_by_name` validate and then run them for the
+registered operators (`lmhead.operators`), which know their group by its name alone.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from lmhead.comm import Call, Comm
 from lmhead.kernels import gemm as _gemm_kernels
 from lmhead.kernels import reassemble as _reassemble_kernels
 from lmhead.kernels import tiles
+from lmhead.ranges import stage
 from lmhead.route import Route, choose
 from lmhead.shapes import Rows
 from lmhead.workspace import Workspace
@@ -196,19 +196,21 @@ def run_gemm(
         return work.take(name, numel, torch.float32, out.device)
 
     arguments: dict[str, Any] = {"scale": plan.scale, "softcap": plan.softcap, "scratch": scratch}
-    if plan.kernels == "triton":
-        config = plan.configs.gemm
-        _gemm_kernels.gemm(hidden, weight, bias, out=out, config=config, **arguments)
-    else:
-        reference.gemm(hidden, weight, bias, out=out, **arguments)
+    with stage("gemm"):
+        if plan.kernels == "triton":
+            config = plan.configs.gemm
+            _gemm_kernels.gemm(hidden, weight, bias, out=out, config=config, **arguments)
+        else:
+            reference.gemm(hidden, weight, bias, out=out, **arguments)
 
 
 def run_reassemble_into(plan: Plan, received: torch.Tensor, out: torch.Tensor) -> None:
     """[N, B, S] -> out [B, V], by the plan's kernels."""
-    if plan.kernels == "triton":
-        _reassemble_kernels.reassemble_into(received, out, plan.configs.copy)
-    else:
-        reference.reassemble_into(received, out)
+    with stage("reassemble"):
+        if plan.kernels == "triton":
+            _reassemble_kernels.reassemble_into(received, out, plan.configs.copy)
+        else:
+            reference.reassemble_into(received, out)
 
 
 def run_logits(
@@ -234,13 +236,14 @@ def run_logits(
         run_gemm(plan, work, hidden, weight[:vocab], None if bias is None else bias[:vocab], result)
         return result
     if not gathered:
-        hidden = run_gather(
-            comm,
-            rows,
-            work,
-            hidden,
-            replace(call, dtype=_name(hidden.dtype), columns=hidden.shape[1]),
-        )
+        with stage("gather"):
+            hidden = run_gather(
+                comm,
+                rows,
+                work,
+                hidden,
+                replace(call, dtype=_name(hidden.dtype), columns=hidden.shape[1]),
+            )
     partial = work.take("partial", rows.total * plan.shard, plan.wire_dtype, device).view(
         rows.total, plan.shard
     )
@@ -274,7 +277,8 @@ def run_exchange(
     flat = partial.view(-1)
     if plan.route.name == "all_gather":
         everything = work.take("all partials", ranks * rows.total * shard, plan.wire_dtype, device)
-        comm.gather(everything, flat, call)
+        with stage("exchange"):
+            comm.gather(everything, flat, call)
         blocks = everything.view(ranks, rows.total, shard)[:, rows.start : rows.start + own]
         result = _result(plan, out, device)
         run_reassemble_into(plan, blocks, result)
@@ -293,10 +297,12 @@ def run_exchange(
         received, settled = work.take("received", numel, plan.wire_dtype, device), False
     out_splits = None if rows.uniform else [own * shard] * ranks
     in_splits = None if rows.uniform else [count * shard for count in rows.counts]
-    comm.exchange(received, flat, out_splits, in_splits, call)
+    with stage("exchange"):
+        comm.exchange(received, flat, out_splits, in_splits, call)
     blocks = received.view(ranks, own, shard)
     if settled and own > 1:
-        logits = _reassemble_kernels.reassemble(blocks, plan.configs.in_place)
+        with stage("reassemble"):
+            logits = _reassemble_kernels.reassemble(blocks, plan.configs.in_place)
         return logits if out is None else out
     if settled:
         return received[: own * vocab].view(own, vocab) if out is None else out
@@ -315,22 +321,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The operators.  Their dispatch costs tens of microseconds, so eager callers do not go through
-# them.
+# From the group's name on: what the registered operators run (lmhead.operators).
 
 
-@torch.library.custom_op(
-    "lmhead::logits",
-    mutates_args=(),
-    schema=(
-        "(Tensor hidden, Tensor weight, Tensor? bias, int vocab_size, str group_name, int ranks, "
-        "float scale, "
-        "float? softcap, ScalarType logits_dtype, ScalarType wire_dtype, SymInt[]? row_counts, "
-        "str kernels, str route) "
-        "-> Tensor"
-    ),
-)
-def logits_op(
+def logits_by_name(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -344,22 +338,31 @@ def logits_op(
     row_counts: Sequence[int] | None,
     kernels: str,
     route: str,
+    *,
+    gathered: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """hidden [B, H], weight [S, H], bias [S] -> logits [B, V] of `logits_dtype`, fresh.
+    """hidden [B, H], or all T rows of which `gathered` = B are this rank's -> logits [B, V].
 
-    `group_name` names a registered process group of `ranks` ranks ("" for one rank without a
-    group); `kernels` is "triton", "torch" or "" (by device), `route` "all_to_all", "all_gather" or
-    "" (by the rules).  Temporaries come from the allocator.  Errors are those of `lmhead.LMHead`.
+    Arguments are those of `torch.ops.lmhead.logits`.  Temporaries come from the allocator.
     """
     comm, number = _op_comm(group_name, ranks, hidden.device), next(_op_calls)
+    what = "hidden" if gathered is None else "gathered"
     plan, error = None, None
     try:
         shapes.check_weight(weight, bias)
-        shapes.check_hidden(hidden, weight)
+        shapes.check_hidden(hidden, weight, what)
         shapes.check_epilogue(scale, softcap)
         shapes.check_vocab(vocab_size, weight.shape[0], ranks)
         logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
-        rows = shapes.own_rows(hidden.shape[0], _listed(row_counts), comm.ranks, comm.rank)
+        counts = _listed(row_counts)
+        if gathered is None:
+            rows = shapes.own_rows(hidden.shape[0], counts, comm.ranks, comm.rank)
+        else:
+            rows = shapes.gathered_rows(hidden.shape[0], counts, comm.ranks, comm.rank, what)
+            shapes.check_own(rows, gathered, what)
+        shapes.check_out(out, rows.own, vocab_size, logits_dtype, hidden.device)
+        shapes.check_no_overlap(out, **{what: hidden, "weight": weight, "bias": bias})
         chosen = choose_kernels(kernels, hidden.device)
         configs = DEFAULTS
         if chosen == "triton":
@@ -381,35 +384,20 @@ def logits_op(
         error = caught
     check_call(comm, plan, error, "logits", number, hidden.device)
     assert plan is not None
-    return run_logits(comm, plan, Workspace(), hidden, weight, bias, number=number)
+    return run_logits(
+        comm,
+        plan,
+        Workspace(),
+        hidden,
+        weight,
+        bias,
+        gathered=gathered is not None,
+        out=out,
+        number=number,
+    )
 
 
-@logits_op.register_fake
-def _logits_fake(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    vocab_size: int,
-    group_name: str,
-    ranks: int,
-    scale: float,
-    softcap: float | None,
-    logits_dtype: torch.dtype,
-    *_: object,
-) -> torch.Tensor:
-    return hidden.new_empty((hidden.shape[0], vocab_size), dtype=logits_dtype)
-
-
-@torch.library.custom_op(
-    "lmhead::exchange",
-    mutates_args=(),
-    schema=(
-        "(Tensor partial, SymInt rows, int vocab_size, str group_name, int ranks, ScalarType "
-        "logits_dtype, "
-        "SymInt[]? row_counts, str kernels, str route) -> Tensor"
-    ),
-)
-def exchange_op(
+def exchange_by_name(
     partial: torch.Tensor,
     rows: int,
     vocab_size: int,
@@ -419,42 +407,25 @@ def exchange_op(
     row_counts: Sequence[int] | None,
     kernels: str,
     route: str,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """partial [T, S] of the caller's own GEMM -> logits [rows, V], fresh; `rows` is B, this rank's
-    own rows.
-
-    The rest as in `lmhead::logits`; errors are those of `lmhead.exchange`.
-    """
+    """partial [T, S] -> logits [rows, V]; arguments are those of `torch.ops.lmhead.exchange`."""
     comm, number = _op_comm(group_name, ranks, partial.device), next(_op_calls)
     plan, error = None, None
     try:
         plan = exchange_plan(
             comm, partial, vocab_size, _listed(row_counts), logits_dtype, kernels, route
         )
-        if plan.rows.own != rows:
-            raise ValueError(
-                f"rows is {rows}, but rank {comm.rank} of {comm.ranks} has {plan.rows.own} of "
-                "partial's rows"
-            )
+        shapes.check_own(plan.rows, rows, "partial")
+        shapes.check_out(out, rows, vocab_size, plan.logits_dtype, partial.device)
+        shapes.check_no_overlap(out, partial=partial)
     except (ValueError, TypeError) as caught:
         error = caught
     check_call(comm, plan, error, "exchange", number, partial.device)
     assert plan is not None
     call = Call("exchange", plan.rows.counts, plan.shard, _name(plan.wire_dtype), number)
-    return run_exchange(comm, plan, Workspace(), partial.contiguous(), call=call)
-
-
-@exchange_op.register_fake
-def _exchange_fake(
-    partial: torch.Tensor,
-    rows: int,
-    vocab_size: int,
-    group_name: str,
-    ranks: int,
-    logits_dtype: torch.dtype,
-    *_: object,
-) -> torch.Tensor:
-    return partial.new_empty((rows, vocab_size), dtype=logits_dtype)
+    return run_exchange(comm, plan, Workspace(), partial.contiguous(), out=out, call=call)
 
 
 def exchange_plan(

@@ -169,6 +169,23 @@ def gathered_rows(
     return known
 
 
+def traced_share(total: int, row_counts: Sequence[int] | None, ranks: int, rank: int) -> int:
+    """B, this rank's share of `total` gathered rows, in code that is being traced: the operator
+    finds out at run time whether they divide.
+    """
+    if row_counts is None:
+        return total // ranks
+    return rows_from_counts(row_counts, ranks, rank).own
+
+
+def check_own(rows: Rows, own: int, what: str) -> None:
+    """`own` is B, this rank's share of `what`'s rows."""
+    if rows.own != own:
+        raise ValueError(
+            f"rows is {own}, but rank {rows.rank} of {rows.ranks} has {rows.own} of {what}'s rows"
+        )
+
+
 def check_vocab(vocab_size: int, shard: int, ranks: int) -> None:
     """V needs N*S >= V >= 1."""
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
@@ -262,6 +279,20 @@ def check_partial(partial: torch.Tensor) -> None:
     check_no_grad(partial=partial)
 
 
+def check_received(received: torch.Tensor, vocab_size: int, dtype: torch.dtype) -> None:
+    """received [N, B, S] of a dtype that travels, N*S >= V; floats alone may change their dtype."""
+    if received.dim() != 3 or 0 in (received.shape[0], received.shape[2]):
+        raise ValueError(
+            f"received must be [N, B, S] with N and S positive, got {tuple(received.shape)}"
+        )
+    check_vocab(vocab_size, received.shape[2], received.shape[0])
+    if received.dtype != dtype and not {received.dtype, dtype} <= set(FLOATS):
+        raise TypeError(
+            f"{received.dtype} blocks are moved as they are and cannot become {dtype} here"
+        )
+    check_no_grad(received=received)
+
+
 def check_out(
     out: torch.Tensor | None, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -286,17 +317,22 @@ def check_out(
 
 def check_no_overlap(out: torch.Tensor | None, **inputs: torch.Tensor | None) -> None:
     """`out` must not share memory with an input: it is written while inputs are still read."""
-    if out is None or out.numel() == 0:
+    if out is None:
         return
-    first, last = _span(out)
     for name, tensor in inputs.items():
-        if tensor is None or tensor.numel() == 0 or tensor.device != out.device:
-            continue
-        begin, end = _span(tensor)
-        if begin < last and first < end:
+        if tensor is not None and overlap(tensor, out):
+            (first, last), (begin, end) = _span(out), _span(tensor)
             raise ValueError(
                 f"out overlaps {name} in memory (bytes {first}..{last} and {begin}..{end})"
             )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of two strided tensors share memory."""
+    if one.numel() == 0 or other.numel() == 0 or one.device != other.device:
+        return False
+    (first, last), (begin, end) = _span(one), _span(other)
+    return begin < last and first < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

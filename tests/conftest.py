@@ -19,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     # Nobody's own table of tuned configs decides what is tested: a folder that does not exist.
     os.environ["LMHEAD_CONFIGS"] = os.path.join(os.sep, "nonexistent", "lmhead")
+    # cuBLAS refuses to run without it where algorithms are to be deterministic, as they are below.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

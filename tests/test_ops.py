@@ -1,5 +1,5 @@
-"""The registered operators, torch.ops.lmhead.logits and torch.ops.lmhead.exchange: what opcheck
-asks for, exact fakes, results of their own, and torch.compile.
+"""The registered operators, torch.ops.lmhead: what opcheck asks for, exact fakes, results of their
+own.  What compilers make of them is in test_compile.py.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from data_head import (
     Arithmetic,
     Raised,
     collectives,
-    normal,
     raised,
     shard_of,
     whole,
 )
 from ranks import pool
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import lmhead
+from lmhead import operators
 from lmhead.compare import first_difference
-from lmhead.ops import exchange_op, logits_op
 
 BF16, FP16, FP32 = FLOATS
 WIDTH = 8
@@ -93,24 +90,73 @@ def _exchange_arguments(
     return partial, own, vocab, name, ranks, logits_dtype, given, kernels, route
 
 
+def _reassemble_arguments(
+    ranks: int, sample: tuple[Any, ...], kernels: str = ""
+) -> tuple[Any, ...]:
+    vocab, rows, _, logits_dtype, wire_dtype, _, _ = sample
+    shard = -(-vocab // ranks)
+    blocks = whole(ranks, 2 * rows + 1, shard, seed=6, dtype=wire_dtype)
+    return blocks[:, 1::2][:, :rows], vocab, logits_dtype, kernels
+
+
+# An operator, its twin that writes into `out`, and what both are called with.
+Case = tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]
+
+
+def _cases(
+    rank: int, ranks: int, sample: tuple[Any, ...], kernels: str = "", route: str = ""
+) -> dict[str, Case]:
+    """Every operator under one sample; the third and fourth are the functional form's arguments and
+    the twin's, the latter without `out`.
+    """
+    head = _logits_arguments(rank, ranks, sample, kernels, route)
+    counts, own = head[10], head[0].shape[0]
+    everyone = [whole(own if counts is None else counts[r], WIDTH, seed=r) for r in range(ranks)]
+    gathered = (torch.cat(everyone).to(head[0].dtype), own, *head[1:])
+    exchanged = _exchange_arguments(rank, ranks, sample, kernels, route)
+    moved = _reassemble_arguments(ranks, sample, kernels)
+    return {
+        "logits": (operators.logits_op, operators.logits_out_op, head, head),
+        "logits_gathered": (
+            operators.logits_gathered_op,
+            operators.logits_gathered_out_op,
+            gathered,
+            gathered,
+        ),
+        "exchange": (operators.exchange_op, operators.exchange_out_op, exchanged, exchanged),
+        "reassemble": (
+            operators.reassemble_op,
+            operators.reassemble_out_op,
+            moved,
+            (moved[0], kernels),
+        ),
+    }
+
+
 def _opcheck(rank: int, ranks: int, samples: tuple[Any, ...]) -> int:
     """Raises on the first complaint.  Every rank runs the same checks, so the collectives inside
     meet.
     """
+    checks = 0
     for sample in samples:
-        torch.library.opcheck(logits_op, _logits_arguments(rank, ranks, sample))
-        torch.library.opcheck(exchange_op, _exchange_arguments(rank, ranks, sample))
-    return 2 * len(samples)
+        for op, out_op, arguments, out_arguments in _cases(rank, ranks, sample).values():
+            torch.library.opcheck(op, arguments)
+            logits = op(*arguments)
+            rows, vocab = logits.shape
+            out = logits.new_empty((rows + 1, vocab + 3))[1:, :vocab]  # inside a larger buffer
+            torch.library.opcheck(out_op, (*out_arguments, out))
+            checks += 2
+    return checks
 
 
 def test_opcheck_in_one_process() -> None:
     assert not dist.is_initialized()
-    assert _opcheck(0, 1, SAMPLES) == 2 * len(SAMPLES)
+    assert _opcheck(0, 1, SAMPLES) == 8 * len(SAMPLES)
 
 
-@pytest.mark.parametrize(("ranks", "samples"), [(2, SAMPLES), (4, SAMPLES[3:7])])
+@pytest.mark.parametrize(("ranks", "samples"), [(2, SAMPLES), (4, SAMPLES[:6])])
 def test_opcheck_among_ranks(ranks: int, samples: tuple[Any, ...]) -> None:
-    assert pool(ranks).run(_opcheck, samples) == [2 * len(samples)] * ranks
+    assert pool(ranks).run(_opcheck, samples) == [8 * len(samples)] * ranks
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -124,16 +170,16 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _fakes(rank: int, ranks: int) -> list[str]:
-    """Real results against fake ones: shape, stride, dtype; and no result shares an input's
-    storage.
+    """Real results against fake ones: shape, stride, dtype; no result shares an input's storage;
+    and the twins write the same bits into `out`, and nothing beside it.
     """
     wrong = []
     for sample, kernels, route in itertools.product(SAMPLES, KERNELS, ROUTES):
-        what = f"{sample} {kernels} {route}"
-        for op, arguments in (
-            (torch.ops.lmhead.logits, _logits_arguments(rank, ranks, sample, kernels, route)),
-            (torch.ops.lmhead.exchange, _exchange_arguments(rank, ranks, sample, kernels, route)),
-        ):
+        for name, case in _cases(rank, ranks, sample, kernels, route).items():
+            if name == "reassemble" and route != ROUTES[0]:
+                continue  # it knows none
+            op, out_op, arguments, out_arguments = case
+            what = f"{name} {sample} {kernels} {route}"
             real = op(*arguments)
             again = op(*arguments)
             with FakeTensorMode() as mode, collectives() as seen:
@@ -144,21 +190,81 @@ def _fakes(rank: int, ranks: int) -> list[str]:
                     )
                 )
             if seen:
-                wrong.append(f"{op} {what}: tracing starts {seen}")
+                wrong.append(f"{what}: tracing starts {seen}")
             if _form(real) != _form(fake) or not real.is_contiguous():
-                wrong.append(f"{op} {what}: {_form(real)} is faked as {_form(fake)}")
+                wrong.append(f"{what}: {_form(real)} is faked as {_form(fake)}")
             given = [arg for arg in arguments if isinstance(arg, torch.Tensor)]
             storages = {tensor.untyped_storage().data_ptr() for tensor in (*given, again)}
             if real.numel() and real.untyped_storage().data_ptr() in storages:
-                wrong.append(f"{op} {what}: the result is not in storage of its own")
+                wrong.append(f"{what}: the result is not in storage of its own")
             if difference := first_difference(real, again):
-                wrong.append(f"{op} {what}: {difference}")
+                wrong.append(f"{what}: {difference}")
+            (rows, vocab), left = real.shape, 3
+            buffer = torch.full((rows + 2, vocab + 5), 77.0, dtype=real.dtype)
+            out = buffer[1:-1, left : left + vocab]
+            if out_op(*out_arguments, out) is not None:
+                wrong.append(f"{what}: the twin returns something")
+            if difference := first_difference(out, real):
+                wrong.append(f"{what}: the twin's out: {difference}")
+            out.fill_(77.0)
+            if not bool((buffer == 77.0).all()):
+                wrong.append(f"{what}: the twin writes beyond out")
     return wrong
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fakes_are_exact_and_results_have_storage_of_their_own(ranks: int) -> None:
     assert pool(ranks).run(_fakes) == [[]] * ranks
+
+
+def test_twins_refuse_what_they_cannot_write_into() -> None:
+    """In one process; every rank raises alike, since each validates before any collective."""
+    partial, hidden, weight = torch.ones(2, 12), torch.ones(2, 12), torch.ones(12, 12)
+    head = (weight, None, 12, "", 1, 1.0, None, FP32, FP32, None, "", "")
+    received = torch.ones(3, 2, 4)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "logits": lambda out: operators.logits_out_op(hidden, *head, out),
+        "gathered": lambda out: operators.logits_gathered_out_op(hidden, 2, *head, out),
+        "exchange": lambda out: operators.exchange_out_op(
+            partial, 2, 12, "", 1, FP32, None, "", "", out
+        ),
+        "reassemble": lambda out: operators.reassemble_out_op(received, "", out),
+    }
+    wide = "cannot become torch.float64"
+    outs = {
+        "rows": (torch.empty(3, 12), "out must be [2, 12], got (3, 12)"),
+        "dtype": (torch.empty(2, 12, dtype=torch.float64), "out is torch.float64 but"),
+        "strides": (torch.empty(12, 2).t(), "contiguous columns and rows"),
+        "the weight's": (weight[:2], "out overlaps weight"),
+    }
+    for (name, call), (what, (out, text)) in itertools.product(calls.items(), outs.items()):
+        if what == "the weight's" and name in ("exchange", "reassemble"):
+            continue  # they have none
+        answer = raised(lambda call=call, out=out: call(out))
+        assert answer.error in ("ValueError", "TypeError"), (name, what, answer)
+        assert (wide if (name, what) == ("reassemble", "dtype") else text) in answer.text
+
+
+def test_reassembly_moves_what_it_is_given_and_refuses_what_it_cannot() -> None:
+    received = torch.arange(24, dtype=torch.int32).view(3, 2, 4)
+    want = received.transpose(0, 1).reshape(2, 12)
+    reassemble = torch.ops.lmhead.reassemble
+    for kernels in KERNELS:
+        assert torch.equal(reassemble(received, 11, torch.int32, kernels), want[:, :11])
+        strided = received.transpose(1, 2).contiguous().transpose(1, 2)
+        assert torch.equal(reassemble(strided, 12, torch.int32, kernels), want)
+        nothing = reassemble(received[:, :0], 12, torch.int32, kernels)
+        assert nothing.shape == (0, 12)
+        wide = reassemble(received.to(BF16), 12, FP32, kernels)
+        assert torch.equal(wide, want.float())
+    for arguments, kind, text in (
+        ((received[0], 4, torch.int32, ""), ValueError, r"must be \[N, B, S\]"),
+        ((received, 13, torch.int32, ""), ValueError, "vocab_size 13 exceeds the 12 rows"),
+        ((received, 12, FP32, ""), TypeError, "torch.int32 blocks .* cannot become torch.float32"),
+        ((received.float(), 12, FP32, "cuda"), ValueError, "got 'cuda'"),
+    ):
+        with pytest.raises(kind, match=text):
+            reassemble(*arguments)
 
 
 def test_a_fake_never_touches_a_group() -> None:
@@ -175,11 +281,18 @@ def test_a_fake_never_touches_a_group() -> None:
         )
         assert isinstance(logits.shape[0], torch.SymInt) and logits.shape[1] == 10
         assert logits.dtype == FP32 and logits.stride() == (10, 1)
+        head = (weight, None, 10, "no such group", 4, 1.0, None, FP32, BF16, None, "", "")
+        everyone = hidden.repeat(4, 1)
+        logits = torch.ops.lmhead.logits_gathered(everyone, everyone.shape[0] // 4, *head)
+        assert isinstance(logits.shape[0], torch.SymInt) and logits.stride() == (10, 1)
+        assert torch.ops.lmhead.logits_out(hidden, *head, logits) is None
         partial = torch.empty(20, 3, dtype=BF16)
         logits = torch.ops.lmhead.exchange(
             partial, 2, 10, "no such group", 4, FP32, [9, 2, 4, 5], "", ""
         )
         assert (logits.shape, logits.stride(), logits.dtype) == ((2, 10), (10, 1), FP32)
+        logits = torch.ops.lmhead.reassemble(partial.view(4, 5, 3), 10, FP32, "")
+        assert (logits.shape, logits.stride(), logits.dtype) == ((5, 10), (10, 1), FP32)
 
 
 def _right(rank: int, ranks: int) -> list[str]:
@@ -339,109 +452,3 @@ def test_operators_are_checked_among_ranks_when_asked() -> None:
         for name, text in texts.items():
             assert found[name].error == "ValueError" and text in found[name].text, name
             assert len(found[name].collectives) == 1 and found[name].seconds < 5, name
-
-
-# torch.compile
-
-
-def _compiled(rank: int, ranks: int, backend: str, rows: tuple[int, ...]) -> list[str]:
-    """One function around the head, whole in one graph, for row counts that it has not seen."""
-    wrong = []
-    torch._dynamo.reset()
-    vocab = 11
-    weight, bias = whole(vocab, WIDTH, seed=9), whole(vocab, seed=8)
-    arithmetic = Arithmetic(bias=True, scale=0.5, softcap=20.0)
-    head = arithmetic.head(weight, bias, ranks, rank)
-    graphs = []
-
-    def counting(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, examples)
-
-    def step(hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden * 2 + residual)
-        return logits - logits.amax(dim=-1, keepdim=True)
-
-    compiled = torch.compile(step, fullgraph=True, backend=counting)
-    for count in rows:
-        hidden = whole(count, WIDTH, seed=count + rank)
-        residual = whole(count, WIDTH, seed=count + rank + 50)
-        for tensor in (hidden, residual):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        with torch.no_grad():
-            if difference := first_difference(compiled(hidden, residual), step(hidden, residual)):
-                wrong.append(f"B={count}: {difference}")
-    if len(graphs) != 1:
-        wrong.append(f"{len(graphs)} graphs for {len(rows)} row counts")
-    return wrong
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_whole_for_every_row_count(backend: str) -> None:
-    """On 2 ranks: one graph, no graph break, the bits of eager code."""
-    rows = (3, 5, 2, 9) if backend == "aot_eager" else (3, 5)
-    assert pool(2).run(_compiled, backend, rows) == [[]] * 2
-
-
-def _compiled_ways(rank: int, ranks: int) -> list[str]:
-    """What else compiled code may ask of the head."""
-    wrong = []
-    torch._dynamo.reset()
-    vocab, counts = 11, [3, 1]
-    weight, bias = whole(vocab, WIDTH, seed=9), whole(vocab, seed=8)
-    hidden = whole(counts[rank], WIDTH, seed=rank)
-    everyone = torch.cat([whole(counts[r], WIDTH, seed=r) for r in range(ranks)])
-    head = Arithmetic(bias=True).head(weight, bias, ranks, rank)
-    want = Arithmetic(bias=True).truth(hidden, weight, bias)
-
-    def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return torch.compile(function, backend="aot_eager", **options)
-
-    def check(what: str, got: torch.Tensor, dtype: torch.dtype = FP32) -> None:
-        if difference := first_difference(got, want.to(dtype)):
-            wrong.append(f"{what}: {difference}")
-
-    with torch.no_grad():
-        check("row_counts", compiled(lambda x: head(x, counts), fullgraph=True)(hidden))
-        out = torch.full((counts[rank], vocab + 2), 77.0)
-        compiled(lambda x, y: head(x, counts, y), fullgraph=True)(hidden, out[:, :vocab])
-        check("out", out[:, :vocab])
-        if not bool((out[:, vocab:] == 77.0).all()):
-            wrong.append("out: written beyond")
-        # No operator takes rows that are gathered already: a graph break, and the right numbers.
-        check("gathered", compiled(lambda x: head.forward_gathered(x, counts) * 1)(everyone))
-        partial = everyone @ head.weight.t() + head.bias
-        check(
-            "exchange",
-            compiled(lambda x: lmhead.exchange(x, vocab_size=vocab, row_counts=counts))(partial),
-        )
-        step = compiled(lambda x: head(x, counts), fullgraph=True)
-        step(hidden)
-        head.to(BF16)
-        check("cast", step(hidden.to(BF16)), BF16)
-        # `out.copy_(logits)` alone would have broadcast one row into two.
-        one, two = hidden.to(BF16)[:1], torch.empty(2, vocab, dtype=BF16)
-        head(one)
-        answer = raised(lambda: compiled(lambda x, y: head(x, None, y))(one, two))
-        if answer.error != "ValueError" or "out must be [1, 11]" not in answer.text:
-            wrong.append(f"wrong out: {answer}")
-        if answer.collectives:
-            wrong.append(f"wrong out: {answer.collectives}")
-        head.close()
-        answer = raised(lambda: compiled(lambda x: head(x, counts))(hidden.to(BF16)))
-        if answer.error != "RuntimeError" or "closed" not in answer.text:
-            wrong.append(f"closed: {answer}")
-    return wrong
-
-
-def test_compiled_code_gets_what_eager_code_gets() -> None:
-    assert pool(2).run(_compiled_ways) == [[]] * 2
-
-
-def test_a_gradient_is_an_error_in_compiled_code_too() -> None:
-    head = lmhead.LMHead(nn.Parameter(normal(12, WIDTH, seed=1)), 12)
-    compiled = torch.compile(head, backend="aot_eager")
-    with pytest.raises(ValueError, match="weight requires grad"):
-        compiled(normal(2, WIDTH, seed=2))
-    with torch.no_grad():
-        assert compiled(normal(2, WIDTH, seed=2)).shape == (2, 12)

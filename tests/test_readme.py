@@ -2,24 +2,71 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
+
+import lmhead
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, HIDDEN, RANKS, ROWS, FEW = 129280, 8, 4, 36, (3, 0, 36, 1)
 
 
-def job(rank: int, ranks: int, code: str) -> dict[str, object]:
+SCHEDULE = ([3, 0, 36, 1], [0, 0, 0, 2], [0, 0, 0, 0])
+BATCH, POSITIONS = 2, 3
+
+
+class Llama(torch.nn.Module):
+    """A stand-in with what the recipe takes of a transformers model: lm_head, and logits of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, HIDDEN)
+        self.lm_head = torch.nn.Linear(HIDDEN, 32, bias=False)
+        self.lm_head.weight = self.embedding.weight  # tied
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
+
+    def forward(self, ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.lm_head(self.embedding(ids).cumsum(dim=1).tanh()))
+
+
+def stand_in() -> Llama:
+    torch.manual_seed(3)
+    return Llama().eval()
+
+
+def tied(model: Any) -> bool:
+    """Whether the head's weight still is the embedding's."""
+    embedding, kept = model.get_input_embeddings().weight, model.lm_head.head.weight
+    return embedding.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
+
+
+def job(rank: int, ranks: int, blocks: list[str]) -> dict[str, object]:
     """Run the README's code with the names that it takes for granted; what it left in `logits`."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(torch.bfloat16)
-    rows = torch.randn(RANKS * ROWS, HIDDEN, generator=generator).to(torch.bfloat16)
+    # Whole numbers: their products are exact in bf16, whatever rows stand beside them.
+    weight = torch.randint(-4, 5, (VOCAB, HIDDEN), generator=generator).to(torch.bfloat16)
+    rows = torch.randint(-4, 5, (RANKS * ROWS, HIDDEN), generator=generator).to(torch.bfloat16)
+    ids = torch.randint(32, (RANKS, BATCH, POSITIONS), generator=generator)
     shard = VOCAB // RANKS
     own = rows[rank * ROWS : (rank + 1) * ROWS]
+    with torch.no_grad():
+        alone = stand_in()(ids[rank]).logits[:, -1].argmax(dim=-1)
+    found: list[torch.Tensor] = []
+
+    def collect(names: dict[str, object]) -> None:
+        found.append(names["logits"].clone())  # type: ignore[attr-defined]
+
     names = {
         "weight_shard": weight[rank * shard : (rank + 1) * shard],
         "hidden": own,
@@ -28,31 +75,73 @@ def job(rank: int, ranks: int, code: str) -> dict[str, object]:
         "partial": rows @ weight[rank * shard : (rank + 1) * shard].t(),
         "engine_buffer": torch.empty(ROWS, VOCAB, dtype=torch.bfloat16),
         "print": lambda *_: None,
+        "model": stand_in(),
+        "input_ids": ids[rank],
+        "schedule": SCHEDULE,
+        "collect": lambda: collect(names),
     }
-    found = []
-    for line in code.splitlines():
-        exec(line, names)
-        if line.startswith("logits ="):
-            found.append(names["logits"])
+    for block in blocks:
+        tree = ast.parse(block)
+        for node in tree.body:
+            inside = [node, *(node.body if isinstance(node, ast.For) else [])]
+            for place in inside:  # every logits, in a loop's every turn
+                if isinstance(place, ast.Assign) and ast.unparse(place.targets[0]) == "logits":
+                    call = ast.parse("collect()").body[0]
+                    body = node.body if place is not node else tree.body
+                    body.insert(body.index(place) + 1, call)
+        exec(compile(ast.fix_missing_locations(tree), "README.md", "exec"), names)
     found.append(names["engine_buffer"])
     want = own @ weight.t()
     return {
-        "full": [torch.equal(got, want) for got in found if got.shape == want.shape],
-        "few": [torch.equal(got, want[: FEW[rank]]) for got in found if got.shape[0] == FEW[rank]],
-        "calls": len(found),
+        "wrong": [tuple(got.shape) for got in found if not torch.equal(got, want[: got.shape[0]])],
+        "rows": [got.shape[0] for got in found],
+        "tokens": torch.equal(names["tokens"], alone),
+        "tied": tied(names["model"]),
         "route": str(names["head"].last_route),
         "groups": dist.get_world_size(),
     }
 
 
-def test_python_blocks_run_and_give_the_logits() -> None:
+def python_blocks() -> list[str]:
     text = (ROOT / "README.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    for rank, found in enumerate(ranks.pool(RANKS).run(job, code)):
-        assert found["calls"] == 7
-        assert found["full"].count(True) == len(found["full"]) >= 6, rank
-        assert found["few"] and all(found["few"])
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_python_blocks_run_and_give_the_logits() -> None:
+    text, blocks = (ROOT / "README.md").read_text(), python_blocks()
+    assert len(blocks) == 6
+    for rank, found in enumerate(ranks.pool(RANKS).run(job, blocks)):
+        replayed = [counts[rank] for counts in SCHEDULE]
+        assert found["rows"] == [ROWS, FEW[rank], *[ROWS] * 5, *replayed, ROWS]
+        assert found["wrong"] == [] and found["tokens"] and found["tied"]
         assert f"# {found['route']}" in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed: `make demo` installs it",
+)
+def test_a_transformers_model_takes_the_recipe() -> None:
+    """One rank; among several the stand-in above has it."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(32, (BATCH, POSITIONS))
+    with torch.no_grad():
+        alone = model(ids).logits[:, -1].argmax(dim=-1)
+    (block,) = [block for block in python_blocks() if "class ShardedHead" in block]
+    names = {"torch": torch, "lmhead": lmhead, "group": None, "model": model, "input_ids": ids}
+    exec(block, names)
+    assert torch.equal(names["tokens"], alone) and tied(model)
 
 
 def test_make_targets_exist() -> None:

@@ -45,7 +45,7 @@ ALLOWED = {
     "graphs": {"comm", "head"},
     "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},
     "cli": {
-        *("bench", "comm", "demo", "devices", "head", "launch", "measure"),
+        *("bench", "comm", "demo", "devices", "head", "kernels", "launch", "measure"),
         *("progress", "tables", "tune"),
     },
 }

@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import lmhead
 from lmhead import operators, timing
+from lmhead.chooser import Configs
 from lmhead.compare import first_difference
-from lmhead.kernels import gemm
 from lmhead.kernels.config import GemmConfig
 
 BF16, _, FP32 = FLOATS
@@ -243,7 +243,7 @@ def _other_rows(head: lmhead.LMHead, hidden: torch.Tensor) -> torch.Tensor:
 
 def _other_config(head: lmhead.LMHead, hidden: torch.Tensor) -> torch.Tensor:
     config = GemmConfig(32, 128, 64, num_warps=8, num_stages=3, kind="bulk")
-    with mock.patch.object(gemm, "default_gemm", lambda shape: config):
+    with mock.patch.object(head._chooser, "configs", lambda *_: Configs(gemm=config)):
         return head(hidden)
 
 

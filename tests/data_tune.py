@@ -5,6 +5,7 @@ interpreter, a clock that is told the times, and a record of what kernels are la
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -73,6 +74,11 @@ class ToldClock:
             for _ in range(self._runs):
                 launch(0)
         return {name: [self._us[name] * 1e-6] * rounds for name in methods}
+
+
+def said(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Our own warnings among those that were caught: Triton's interpreter has some as well."""
+    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from data_tune import (
     VOCAB,
     ToldClock,
     launches,
+    said,
     table,
 )
 from ranks import pool
@@ -259,19 +260,18 @@ def test_i5_a_broken_file_is_one_warning_and_a_fresh_start(
         monkeypatch.setattr(Path, "read_text", read_text)
     with pytest.warns(RuntimeWarning) as caught:
         source, logits = served()
-    assert len(caught) == 1
-    text = str(caught[0].message)
+    (text,) = said(caught)
     assert str(path) in text and "is not used" in text and "lmhead tune" in text
     assert source == "default" and torch.equal(logits, LOGITS)
     with pytest.warns(RuntimeWarning) as caught:
         tuned()
     if kind == "a folder":  # which may hold anything: it stays, and tuning says so
-        assert path.is_dir() and "could not be written" in str(caught[-1].message)
-        assert len(caught) == 2
+        assert path.is_dir() and "could not be written" in said(caught)[-1]
+        assert len(said(caught)) == 2
         return
-    assert len(caught) == 1
+    assert len(said(caught)) == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         source, logits = served()
     assert source == "measured (user)" and torch.equal(logits, LOGITS)
 
@@ -318,7 +318,7 @@ def test_i6_a_shared_file_system_is_asked_again_and_then_done_without(
     # For a moment: nothing is lost, and nobody hears of it.
     failing = Failing(getattr(owner, name), ERRORS[error], 2)
     with failing.patched(owner, name), warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         assert tables.save_user(added) == folder / "cpu.json"
         assert failing.left == 0
         assert len(tables.load_user("cpu") or ()) == 2
@@ -333,7 +333,7 @@ def test_i6_a_shared_file_system_is_asked_again_and_then_done_without(
     assert torch.equal(logits, LOGITS)
     assert source == ("default" if call == "read" else "measured (user)")
     # A file that is listed and cannot be found any more is as good as none.
-    assert len(caught) == (0 if (call, error) == ("read", "ENOENT") else 1)
+    assert len(said(caught)) == (0 if (call, error) == ("read", "ENOENT") else 1)
     assert len(tables.load_user("cpu") or ()) == 2
     assert sorted(os.listdir(folder)) == [".cpu.json.lock", "cpu.json"]
 
@@ -371,7 +371,7 @@ def test_i6_the_file_of_compilations_is_done_without(tmp_path: Path, call: str) 
             workers=0,
             compile_one=lambda build: Compiled(("refused",) if build.config == BAND else ()),
         )
-    assert len(found) == 1 and len(caught) == 1
+    assert len(found) == 1 and len(said(caught)) == 1
 
 
 # I7: keys.

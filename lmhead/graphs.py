@@ -195,7 +195,7 @@ class DecodeGraphs:
         error: Exception | None = None
         try:
             rows = self._check_inputs(inputs)
-            most = _largest(agreed, rows)
+            most = _largest(agreed, rows, self._heads[0].ranks if self._heads else None)
             bucket = self.bucket(most)
         except (ValueError, TypeError) as caught:
             error = caught
@@ -355,7 +355,7 @@ def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _largest(agreed: int | Sequence[int] | None, rows: int) -> int:
+def _largest(agreed: int | Sequence[int] | None, rows: int, ranks: int | None) -> int:
     """The row count that the bucket is chosen by."""
     if agreed is None:
         return rows
@@ -367,6 +367,8 @@ def _largest(agreed: int | Sequence[int] | None, rows: int) -> int:
     counts = [agreed] if isinstance(agreed, int) else list(agreed)
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
         raise ValueError(f"agreed must be non-negative ints, got {agreed!r}")
+    if ranks is not None and not isinstance(agreed, int) and len(counts) != ranks:
+        raise ValueError(f"agreed must name {ranks} ranks, got {len(counts)}: {agreed!r}")
     if rows > max(counts):
         raise ValueError(f"this rank has {rows} rows, more than the agreed {agreed!r}")
     return max(counts)

@@ -21,10 +21,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.fx.node import has_side_effect
 
-from lmhead import inductor, ops, shapes
+from lmhead import ops, order, shapes
 from lmhead.ops import Plan
 from lmhead.route import choose
 from lmhead.shapes import Rows
@@ -227,20 +225,23 @@ def _reassemble_out_fake(*_: object) -> None:
     return None
 
 
-# Order.  A compiler must neither drop a collective whose result this rank does not use, nor move it
-# past another one: the other ranks would wait for it.
+# Order (see lmhead.order).
 
-_COLLECTIVES = (logits_op, logits_gathered_op, exchange_op)
-_COLLECTIVES_OUT = (logits_out_op, logits_gathered_out_op, exchange_out_op)
+_COLLECTIVES = (
+    logits_op,
+    logits_out_op,
+    logits_gathered_op,
+    logits_gathered_out_op,
+    exchange_op,
+    exchange_out_op,
+)
 
 for _op in _COLLECTIVES:
-    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
-for _op in _COLLECTIVES_OUT:  # what declares a mutation takes no effect; it stays where `out` is
-    has_side_effect(_op._opoverload)
+    order.mark(_op._opoverload)
 
 
 def _tell_inductor() -> None:
     """From the fakes, which run whenever the operators are traced, and not when this is imported:
     Inductor takes a second to load.
     """
-    inductor.keep_order(*(op._opoverload for op in _COLLECTIVES + _COLLECTIVES_OUT))
+    order.keep_order(*(op._opoverload for op in _COLLECTIVES))

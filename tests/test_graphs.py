@@ -206,6 +206,9 @@ def test_inputs_unlike_the_examples_are_refused_before_anything_runs() -> None:
     assert ran == []
     graphs(hidden, ids)
     assert ran == [4]
+    head = _head()
+    with pytest.raises(ValueError, match=r"must name 1 ranks, got 2: \[1, 1\]"):
+        _captured(head, (2,), heads=(head,))(torch.ones(1, WIDTH), agreed=[1, 1])
 
 
 def test_a_step_that_does_not_fit_is_refused_at_capture() -> None:

@@ -24,7 +24,7 @@ ALLOWED = {
     "reference": set(),
     "launch": set(),
     "ranges": set(),
-    "inductor": set(),
+    "order": set(),
     "memory": set(),
     "route": {"shapes"},
     "comm": {"shapes"},
@@ -37,7 +37,7 @@ ALLOWED = {
     "measure": {"comm", "compare", "devices", "kernels", "launch", "reference", "tables", "tune"},
     "chooser": {"comm", "devices", "kernels", "shapes", "tables"},
     "ops": {"chooser", "comm", "kernels", "ranges", "reference", "route", "shapes", "workspace"},
-    "operators": {"inductor", "ops", "route", "shapes"},
+    "operators": {"ops", "order", "route", "shapes"},
     "head": {
         *("chooser", "comm", "memory", "operators", "ops", "route", "shapes", "tables"),
         "workspace",

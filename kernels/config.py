@@ -8,7 +8,7 @@ every rank picks the same.  The predicate `fits` serves defaults, tests and (lat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 # Bytes of one vectorised global access, and the width a band must have to use it.
@@ -34,6 +34,9 @@ SWIZZLE_BYTES = 128
 MAX_BULK_EXTENT = 256
 # Programs that a copying kernel aims for: two on each of B200's 148 SMs.
 TARGET_PROGRAMS = 296
+# Token rows of a program whose tiles do not depend on the batch: wide enough that a prefill is not
+# read from L2 too often, in one accumulator on every arch.
+FIXED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,19 @@ def default_pointer_gemm(shape: GemmShape) -> GemmConfig:
     block_t = min(128 if wide_loads and wide_stores else 64, least)
     num_warps = 4 if wide_loads and block_t <= 64 else 8
     return GemmConfig(block_t, block_v=128, block_h=64, num_warps=num_warps, num_stages=3)
+
+
+def deterministic_gemm(shape: GemmShape, *, bulk: bool = True) -> GemmConfig:
+    """The one choice of a batch-invariant head: no splits, and tiles that are the same whatever the
+    batch, the shard and the architecture, so that every logit is summed up in one order.
+
+    Depends on the operands' itemsize and on H alone, and on `bulk`: false where bulk loads cannot
+    read the weight as it lies.  fp32 operands run by pointer, since cuBLAS picks an algorithm by
+    shape.
+    """
+    # The narrowest shard: of two pointer tiles the one that spills for none.
+    fixed = replace(shape, rows=FIXED_ROWS, shard=1)
+    return default_gemm(fixed) if bulk and bulk_loadable(fixed) else default_pointer_gemm(fixed)
 
 
 def default_reassemble(shape: ReassembleShape, in_place: bool) -> ReassembleConfig:

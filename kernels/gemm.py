@@ -22,7 +22,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
-from .config import GemmConfig, GemmShape, default_gemm, default_pointer_gemm
+from .config import (
+    GemmConfig,
+    GemmShape,
+    default_gemm,
+    default_pointer_gemm,
+    deterministic_gemm,
+)
 
 # Flat fp32 memory by purpose and number of elements.
 Scratch = Callable[[str, int], torch.Tensor]
@@ -483,6 +489,19 @@ def _library(
         _launch_add_up(sums.unsqueeze(0), after, out)
 
 
+def _plain_rows(hidden: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """hidden [T, H] as contiguous rows that start on a 16-byte border: itself, or a copy.
+
+    The memory of the copy is asked for even where there is none to make, so that a call on strided
+    rows after a warm-up on contiguous ones allocates nothing.
+    """
+    words = -(-hidden.numel() * hidden.element_size() // 4)
+    kept = scratch("plain rows", words).view(hidden.dtype)[: hidden.numel()].view(hidden.shape)
+    if hidden.is_contiguous() and hidden.data_ptr() % 16 == 0:
+        return hidden.view(-1).view(hidden.shape)  # one row may have any stride
+    return kept.copy_(hidden)
+
+
 def launch_gemm(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -514,6 +533,7 @@ def gemm(
     softcap: float | None = None,
     out: torch.Tensor,
     config: GemmConfig | None = None,
+    deterministic: bool = False,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """partial[t, s] = softcap((sum_h hidden[t, h] * weight[s, h] + bias[s]) * scale), in fp32,
@@ -523,6 +543,9 @@ def gemm(
     [S] is any float dtype, contiguous.  `out` [T, S] is bf16, fp16 or fp32 with contiguous columns;
     its row stride may exceed S. T = 0 launches nothing.  Returns `out`.  Raises ValueError or
     TypeError, with the shapes and dtypes, where they do not agree.
+
+    `deterministic`: a row's bits depend on the row and the weight alone, not on T, on the other
+    rows or on how hidden lies; the config is then `deterministic_gemm`'s unless one is given.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -560,15 +583,20 @@ def gemm(
         itemsize=weight.element_size(),
         out_itemsize=out.element_size(),
     )
-    if config is None:
-        config = default_gemm(shape)
-    if config.kind == "bulk" and why_not_bulk(hidden, weight) is not None:
-        config = default_pointer_gemm(shape)
     if scratch is None:
 
         def scratch(name: str, numel: int) -> torch.Tensor:
             return torch.empty(numel, dtype=torch.float32, device=out.device)
 
+    if deterministic:
+        hidden = _plain_rows(hidden, scratch)
+    if config is None:
+        config = deterministic_gemm(shape) if deterministic else default_gemm(shape)
+    if config.kind == "bulk" and why_not_bulk(hidden, weight) is not None:
+        if deterministic:
+            config = deterministic_gemm(shape, bulk=False)
+        else:
+            config = default_pointer_gemm(shape)
     with tiles.on(out):
         launch_gemm(hidden, weight, after, out, config, scratch)
     return out

@@ -75,7 +75,7 @@ def dot(a, b, acc):
 
     The interpreter multiplies the raw bits of bf16 operands, so they are widened there; products of
     bf16 or fp16 values are exact in fp32, so the numbers are those of the tensor core up to the
-    order of summation.
+    order of summation: numpy's, which may differ between two places in one tile (OpenBLAS 0.3.31).
     """
     if INTERPRET:
         a = widen(a)

@@ -15,7 +15,13 @@ import torch
 from lmhead import tables
 from lmhead.comm import Call, Comm
 from lmhead.devices import arch_of, slug
-from lmhead.kernels.config import GemmConfig, GemmShape, ReassembleConfig, ReassembleShape
+from lmhead.kernels.config import (
+    GemmConfig,
+    GemmShape,
+    ReassembleConfig,
+    ReassembleShape,
+    deterministic_gemm,
+)
 from lmhead.shapes import Rows
 from lmhead.tables import Choice, Key, Table
 
@@ -45,6 +51,7 @@ class Sizes:
     logits_itemsize: int
     hidden: int = 0
     itemsize: int = 0  # of the operands
+    deterministic: bool = False  # the GEMM's config is fixed, whatever the tables say
 
 
 class Chooser:
@@ -95,12 +102,16 @@ class Chooser:
         """
         known = sizes, rows.ranks, rows.total, rows.own
         if known not in self._known:
-            self._known[known] = {
+            keys = self._keys(sizes, rows.ranks, rows.total, rows.own)
+            found = {
                 kernel: tables.look_up(self._user, self._shipped, key, self._arch, shape)
-                for kernel, (key, shape) in self._keys(
-                    sizes, rows.ranks, rows.total, rows.own
-                ).items()
+                for kernel, (key, shape) in keys.items()
             }
+            if sizes.deterministic:
+                shape = keys["gemm"][1]
+                assert isinstance(shape, GemmShape)
+                found["gemm"] = Choice(deterministic_gemm(shape), "deterministic")
+            self._known[known] = found
         return self._known[known]
 
     def configs(self, rows: Rows, sizes: Sizes) -> Configs:

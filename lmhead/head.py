@@ -96,12 +96,19 @@ class LMHead(nn.Module):
         route: "all_to_all", "all_gather" or None (decide; LMHEAD_ROUTE may ask too).
         kernels: "triton", "torch" or None (Triton on CUDA, torch on CPU; LMHEAD_KERNELS may ask
             too).
+        deterministic: a row's logits have the same bits whatever the batch size, its neighbours and
+            N (batch invariance).  The GEMM then runs in tiles of one size, never by a tuned table:
+            on CUDA weight tiles are read once per 128 rows, and fp32 runs without cuBLAS; on a CPU
+            every product is an fp32 one of 16 x 128, which takes 4 to 5 times as long for one row
+            (bench/test_deterministic.py: H = 2048, one thread, EPYC with AVX-512 bf16, 2026-12-01),
+            and for 32 rows 4 to 9 times in bf16, under 2 times in fp32.  A CPU whose library has
+            several orders of summation is refused.
         check_finite: refuse weights with NaN or infinity in a true vocabulary row (reads the weight
             once).
 
     The constructor makes one small all-gather that raises the same error on every rank where
-    vocab_size, shapes, dtypes, arithmetic, route, kernels or version differ between ranks.  With
-    LMHEAD_CHECK=1 every call is checked so.
+    vocab_size, shapes, dtypes, arithmetic, route, kernels, `deterministic` or version differ
+    between ranks.  With LMHEAD_CHECK=1 every call is checked so.
 
     Raises ValueError or TypeError, with the numbers, for what is wrong with the arguments.
     """
@@ -122,6 +129,7 @@ class LMHead(nn.Module):
         wire_dtype: torch.dtype | None = None,
         route: str | None = None,
         kernels: str | None = None,
+        deterministic: bool = False,
         check_finite: bool = False,
     ) -> None:
         super().__init__()
@@ -136,6 +144,7 @@ class LMHead(nn.Module):
         self.vocab_size = vocab_size
         self.scale = scale
         self.softcap = softcap
+        self._deterministic = bool(deterministic)
         self._asked_logits, self._asked_wire = logits_dtype, wire_dtype
         self._asked_route, self._asked_kernels = ops.asked_route(route), kernels
         self.weight = _parameter(weight_shard)
@@ -351,6 +360,7 @@ class LMHead(nn.Module):
                 "scale": float(self.scale),
                 "softcap": None if self.softcap is None else float(self.softcap),
                 "kernels": self._kernels,
+                "deterministic": self._deterministic,
                 "route": self._route.name,
                 "LMHEAD_CHECK": self._check_calls,
             }
@@ -384,8 +394,12 @@ class LMHead(nn.Module):
         device = self.weight.device
         self._comm.serve(device)
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
+        if self._deterministic:
+            ops.check_deterministic(self._kernels, self.weight.shape[1], device)
         self._route = choose(self.ranks, self._comm.backend, self._asked_route)
-        self._sizes = ops.sizes_of(self.weight, self._wire_dtype, self._logits_dtype)
+        self._sizes = ops.sizes_of(
+            self.weight, self._wire_dtype, self._logits_dtype, self._deterministic
+        )
         self._chooser = Chooser(device) if self._kernels == "triton" else None
         if check_finite:
             true_rows = max(0, min(self.shard, self.vocab_size - self._comm.rank * self.shard))
@@ -409,6 +423,7 @@ class LMHead(nn.Module):
             float(self.scale),
             self.softcap,
             DEFAULTS if self._chooser is None else self._chooser.configs(rows, self._sizes),
+            self._deterministic,
         )
 
     def _call(
@@ -521,6 +536,11 @@ class LMHead(nn.Module):
         validates when it runs: a tracer hides what is raised while it traces.  Dtypes follow the
         weight as it is now: `.to()` settles nothing before an eager call.
         """
+        if self._deterministic:  # a graph break, unless the caller wants a full graph
+            raise RuntimeError(
+                "a deterministic head has no operator for compiled code: call it eagerly, or "
+                "compile without fullgraph=True, so that it runs between two graphs"
+            )
         logits_dtype, wire_dtype = shapes.resolve_dtypes(
             self.weight.dtype, self._asked_logits, self._asked_wire
         )

@@ -47,6 +47,7 @@ class Plan:
     scale: float = 1.0
     softcap: float | None = None
     configs: Configs = DEFAULTS
+    deterministic: bool = False
 
     @property
     def exact(self) -> bool:
@@ -79,6 +80,7 @@ def sizes_of(
     weight: torch.Tensor,
     wire_dtype: torch.dtype,
     logits_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> Sizes:
     """What of a head decides its kernel configs."""
     return Sizes(
@@ -87,7 +89,18 @@ def sizes_of(
         logits_dtype.itemsize,
         hidden=weight.shape[1],
         itemsize=weight.itemsize,
+        deterministic=deterministic,
     )
+
+
+def check_deterministic(kernels: str, width: int, device: torch.device) -> None:
+    """ValueError where torch's kernels cannot be batch-invariant on this machine."""
+    if kernels == "torch" and not reference.sums_in_one_order(width, device):
+        raise ValueError(
+            f"deterministic=True needs products of one shape whose elements are summed up in one "
+            f"order, and torch's library on this {device.type} has another order by where in the "
+            f"result an element stands (H = {width})"
+        )
 
 
 @functools.cache
@@ -196,6 +209,7 @@ def run_gemm(
         return work.take(name, numel, torch.float32, out.device)
 
     arguments: dict[str, Any] = {"scale": plan.scale, "softcap": plan.softcap, "scratch": scratch}
+    arguments["deterministic"] = plan.deterministic
     with stage("gemm"):
         if plan.kernels == "triton":
             config = plan.configs.gemm

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import triton
@@ -22,6 +23,7 @@ import triton.testing
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -59,6 +61,24 @@ class Allocations(TorchDispatchMode):
                     self.storages.append((str(func), nbytes, _storage(leaf)))
                 given.add(_storage(leaf))
         return result
+
+
+@contextlib.contextmanager
+def sums_in_order() -> Iterator[None]:
+    """The interpreter's dot as a sum over k in order, the same everywhere in a tile, as on a GPU;
+    then added to the accumulator, so that other tiles along H give other bits.
+
+    numpy's own differs between two places of one tile with OpenBLAS 0.3.31.
+    """
+
+    def create_dot(builder: object, a: Any, b: Any, acc: Any, *_: object) -> Any:
+        total = np.zeros_like(acc.data)
+        for k in range(a.data.shape[1]):
+            total += np.multiply(a.data[:, k : k + 1], b.data[k], dtype=total.dtype)
+        return interpreter.TensorHandle(total + acc.data, acc.dtype.scalar)
+
+    with mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot):
+        yield
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -30,6 +30,7 @@ from lmhead.kernels.config import (
     default_gemm,
     default_pointer_gemm,
     default_reassemble,
+    deterministic_gemm,
     fits,
 )
 
@@ -324,6 +325,35 @@ def test_bulk_variants_compile_without_spills(
     assert_usable(report)
     assert report.count(TENSOR_CORE[arch]) > 0 and report.count("UTMALDG") > 0
     assert set(accesses(report, "STG")) == {"STG.E.128"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("operands", "hidden", "bulk"),
+    [
+        ("bfloat16", H, True),
+        ("bfloat16", H, False),  # a weight that starts between 16-byte borders
+        ("bfloat16", H + 1, False),
+        ("float32", H, False),
+    ],
+)
+@pytest.mark.parametrize("shard", [S, S + 1])
+def test_deterministic_gemms_do_not_spill(
+    compiled: Compiling, arch: str, operands: str, hidden: int, bulk: bool, shard: int
+) -> None:
+    shape = GemmShape(1, shard, hidden, 4 if operands == "float32" else 2)
+    report = compiled(
+        codegen.compile_gemm,
+        arch,
+        deterministic_gemm(shape, bulk=bulk),
+        operands=operands,
+        out="float32",
+        wide_loads=hidden == H,
+        store_unit=16 if shard == S else 1,
+        **FULL,
+    )
+    assert_usable(report)
+    assert (report.count(TENSOR_CORE[arch]) > 0) is (operands != "float32")
 
 
 def test_a_library_config_has_nothing_to_compile() -> None:

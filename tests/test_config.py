@@ -22,6 +22,7 @@ from lmhead.kernels.config import (
     default_gemm,
     default_pointer_gemm,
     default_reassemble,
+    deterministic_gemm,
     fits,
 )
 
@@ -55,6 +56,25 @@ def test_default_gemm_fits_every_shape_on_every_arch(
     assert all(is_power_of_2(n) for n in (config.block_t, config.block_v, config.block_h))
     assert is_power_of_2(config.num_warps)
     assert config.rows * config.block_v <= MAX_TILE_NUMEL
+
+
+@given(
+    rows=st.integers(1, 1 << 20),
+    shard=st.integers(1, 1 << 20),
+    hidden=st.integers(1, 1 << 15) | st.integers(1, 1 << 12).map(lambda n: 8 * n),
+    itemsize=st.sampled_from([2, 4]),
+    bulk=st.booleans(),
+)
+@quick(200)
+def test_deterministic_gemm_fits_every_arch_and_knows_neither_rows_nor_shard(
+    rows: int, shard: int, hidden: int, itemsize: int, bulk: bool
+) -> None:
+    shape = GemmShape(rows, shard, hidden, itemsize)
+    config = deterministic_gemm(shape, bulk=bulk)
+    assert config == deterministic_gemm(GemmShape(1, 1, hidden, itemsize, 4), bulk=bulk)
+    assert all(fits(config, arch, shape) for arch in ARCHS.values())
+    assert (config.kind == "bulk") is (bulk and itemsize == 2 and hidden % 8 == 0)
+    assert config.kind != "library" and config.splits == 1 and config.tail_t == 0
 
 
 @given(

@@ -975,6 +975,7 @@ def _disagree(rank: int, ranks: int) -> dict[str, Raised]:
         "bias": build(bias=torch.ones(4) if odd else None),
         "route": build(route="all_gather" if odd else None),
         "kernels": build(kernels="triton" if odd else "torch"),
+        "deterministic": build(deterministic=odd),
         "int8": build(dtype=torch.int8 if odd else torch.float32),
         "fp8": build(dtype=torch.float8_e4m3fn if odd else torch.float32),
         "1-D": build((4,) if odd else (4, 8)),  # type: ignore[arg-type]
@@ -1013,6 +1014,7 @@ def test_what_differs_between_ranks_is_told_to_all_of_them() -> None:
         "bias": "bias is false on rank 0,2, true on rank 1",
         "route": 'route is "all_to_all" on rank 0,2, "all_gather" on rank 1',
         "kernels": 'kernels is "torch" on rank 0,2, "triton" on rank 1',
+        "deterministic": "deterministic is false on rank 0,2, true on rank 1",
         "LMHEAD_CHECK": "LMHEAD_CHECK is false on rank 0,2, true on rank 1",
         "LMHEAD_ROUTE": 'route is "all_to_all" on rank 0,2, "all_gather" on rank 1',
     }

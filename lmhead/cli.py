@@ -240,7 +240,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     problems: list[Problem] = []
     for model in models or MODELS.values():
         for ranks in arguments.ranks or RANKS:
-            rows = arguments.rows or tables.GEMM_BUCKETS
+            rows = arguments.rows or tune.ROWS
             problems += tune.problems_of(model.hidden, model.vocab, ranks, rows)
     problems = list(dict.fromkeys(problems))
     if arguments.offline:

@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from lmhead import codegen, estimate, tables
 from lmhead.devices import Device
@@ -562,4 +564,10 @@ class _Workers:
 
 
 def _processes(number: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it, even if that is killed."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)

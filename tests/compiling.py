@@ -8,13 +8,18 @@ import concurrent.futures
 import functools
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
 
 def without_interpreter() -> None:
+    """Set a worker up; it ends with the tests' own process, even if that is killed."""
     os.environ.pop("TRITON_INTERPRET", None)
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
 def executor(workers: int = 2) -> Executor:

@@ -28,7 +28,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from lmhead import comm, ops, timing
+from lmhead import comm, measure, ops, tables, timing, tune
 from lmhead.kernels import gemm, reassemble
 
 
@@ -195,6 +195,9 @@ _FORBIDDEN = (
     (triton.testing, "do_bench_cudagraph", "tune"),
     (Autotuner, "run", "tune"),
     (timing, "interleaved", "tune"),
+    (measure, "measure", "tune"),
+    (tune, "offline", "tune"),
+    (tables, "load_user", "tune"),
 )
 
 Report = Callable[[str, str], None]

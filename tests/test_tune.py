@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -502,3 +505,34 @@ def test_what_does_not_compile_is_refused_with_the_compilers_words() -> None:
     """Here, where the interpreter leaves nothing to compile."""
     (problem,) = tune.compile_build(tune.build_of(V4_PRO, PRO, "sm_100")).problems
     assert problem.startswith("does not compile: RuntimeError kernels imported with TRITON_INTER")
+
+
+def _first_to_last(folder: str) -> None:
+    """A process that compiles in others and is killed meanwhile."""
+    with tune._Workers(1) as pool:
+        pool.submit(_say_who, Path(folder) / "worker").result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say_who(path: Path) -> Compiled:
+    path.write_text(str(os.getpid()))
+    return Compiled(())
+
+
+def test_compiling_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_first_to_last, args=(str(tmp_path),)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    worker = int((tmp_path / "worker").read_text())
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"worker {worker} outlived its parent")

@@ -26,7 +26,8 @@ test-all: $(VENV)/.test
 # The kernels once more, in the oldest Triton that is supported; its interpreter needs numpy < 2.4.
 test-triton36: $(VENV)/.test $(OLD_TRITON)/.done
 	PYTHONPATH=$(OLD_TRITON) $(RUN)/python -m pytest tests/test_config.py tests/test_tiles.py \
-		tests/test_reassemble.py tests/test_gemm.py tests/test_codegen.py tests/test_cases_h.py $(ARGS)
+		tests/test_reassemble.py tests/test_gemm.py tests/test_codegen.py tests/test_cases_h.py \
+		tests/test_cases_m.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN)/ruff check .

@@ -18,25 +18,13 @@ from data import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from variants import CELLS, GEMMS, ROWS, SHARDS, TWO_BYTES, WIDTHS, Cell, check_cell
 
 from lmhead import reference
 from lmhead.kernels import gemm, tiles
 from lmhead.kernels.config import LIBRARY, GemmConfig
 
 SMALL = GemmConfig(block_t=16, block_v=32, block_h=32, num_warps=4, num_stages=2)
-# Every way in which the GEMM can run, in tiles small enough to have several of each at these sizes.
-VARIANTS = {
-    "default": None,
-    "library": LIBRARY,
-    "pointer": GemmConfig(32, 64, 32, 4, 2),
-    "bulk": GemmConfig(64, 64, 64, 4, 3, "bulk"),
-    "bulk, two accumulators": GemmConfig(256, 128, 64, 8, 3, "bulk", tail_t=32),
-    "bulk, H split": GemmConfig(64, 128, 32, 4, 2, "bulk", splits=4),
-    "bulk, both, by roles": GemmConfig(
-        128, 128, 32, 8, 2, "bulk", tail_t=16, splits=2, warp_specialize=True
-    ),
-}
-RAGGED = [(1, 1616, 576), (3, 5, 64), (17, 130, 200), (288, 127, 64), (300, 130, 8), (513, 1, 576)]
 
 
 def problem(
@@ -87,15 +75,29 @@ def test_every_shape(rows: int, shard: int, hidden: int) -> None:
     check(*problem(rows, shard, hidden, dtype), out=dtype)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("rows", "shard", "hidden"), RAGGED)
-def test_every_variant_at_ragged_shapes(variant: str, rows: int, shard: int, hidden: int) -> None:
-    """Operands of two bytes, as the tensor cores take them; fp32 goes to the library."""
-    operands = (torch.bfloat16, torch.float16)[rows % 2]
-    config = VARIANTS[variant]
-    check(*problem(rows, shard, hidden, operands), out=operands, config=config)
-    given = problem(rows, shard, hidden, operands, bias=torch.float32)
-    check(*given, scale=0.5, softcap=3.0, out=torch.float32, config=config)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_every_variant_at_ragged_shapes(cell: Cell) -> None:
+    check_cell(cell)
+
+
+def test_the_ragged_shapes_miss_nothing() -> None:
+    for variant in GEMMS:
+        cells = [cell for cell in CELLS if cell.variant == variant]
+        assert {cell.rows for cell in cells} == set(ROWS)
+        assert {cell.shard for cell in cells} == set(SHARDS)
+        assert {cell.hidden for cell in cells} == set(WIDTHS)
+        modes = {(cell.out, cell.epilogue) for cell in cells}
+        assert modes == set(itertools.product(FLOATS, (False, True)))
+        two_bytes = variant.startswith("bulk")
+        assert {cell.operands for cell in cells} == set(TWO_BYTES if two_bytes else FLOATS)
+    assert {(cell.rows, cell.hidden) for cell in CELLS} == set(itertools.product(ROWS, WIDTHS))
+
+
+@pytest.mark.parametrize(("operands", "out"), [*itertools.product(FLOATS, FLOATS)])
+def test_the_library_in_every_pair_of_dtypes(operands: torch.dtype, out: torch.dtype) -> None:
+    check(*problem(17, 130, 200, operands), out=out, config=LIBRARY)
+    given = problem(17, 130, 200, operands, bias=torch.float32)
+    check(*given, scale=0.5, softcap=3.0, out=out, config=LIBRARY)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])

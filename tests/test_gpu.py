@@ -20,12 +20,15 @@ from data import (
     transposed,
 )
 from probes import offset_probe, round_probe, tanh_probe
+from variants import BLOCKS, CELLS, SHARDS, Cell, check_cell, reassembly
 
 import lmhead
+from lmhead.devices import arch_of
 from lmhead.kernels import gemm, reassemble, tiles
 from lmhead.kernels.config import (
     ARCHS,
     GemmConfig,
+    GemmShape,
     ReassembleConfig,
     ReassembleShape,
     fits,
@@ -59,6 +62,22 @@ def test_reassembly_in_place(shape: tuple[int, int, int], dtype: torch.dtype) ->
     got = reassemble.reassemble(received)
     assert got.data_ptr() == received.data_ptr()
     assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("kind", ["band", "cycle", "copy"])
+def test_every_kind_of_reassembly_at_ragged_shapes(kind: str, shard: int) -> None:
+    for i, (ranks, rows) in enumerate(BLOCKS):
+        received = addresses((ranks, rows, shard), FLOATS[(i + shard) % 3]).to(DEVICE)
+        vocab = ranks * shard - (i % min(shard, 4) if kind == "copy" else 0)
+        want = transposed(received, vocab).contiguous()
+        config = reassembly(kind, ranks, rows)
+        if kind == "copy":
+            out = torch.empty(rows, vocab, dtype=received.dtype, device=DEVICE)
+            reassemble.reassemble_into(received, out, config)
+            assert_same_bits(out, want)
+        else:
+            assert_same_bits(reassemble.reassemble(received, config), want)
 
 
 @pytest.mark.parametrize("warps", [1, 4, 16])
@@ -163,6 +182,22 @@ def test_gemm(operands: torch.dtype, out: torch.dtype) -> None:
             )
             assert_as_exact_as_torch(frame.inside.cpu(), x, w, *arguments)
             frame.assert_intact()
+
+
+# Each is a compilation, so half of the interpreter's, with other T for every second variant; all of
+# those that split H, since not every H can be split.
+@pytest.mark.parametrize(
+    "cell",
+    [cell for i, cell in enumerate(CELLS) if i % 2 == i // 6 % 2 or "H in" in cell.variant],
+    ids=str,
+)
+def test_every_gemm_variant_at_ragged_shapes(cell: Cell) -> None:
+    sizes = cell.rows, cell.shard, cell.hidden
+    shape = GemmShape(*sizes, cell.operands.itemsize, cell.out.itemsize)
+    arch = arch_of(torch.device(DEVICE))
+    if cell.config is not None and not fits(cell.config, arch, shape):
+        pytest.skip(f"{cell.config} does not fit {shape} on {arch.name}")
+    check_cell(cell, DEVICE)
 
 
 def test_gemm_of_strided_operands_is_exact() -> None:

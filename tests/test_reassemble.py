@@ -21,6 +21,7 @@ from data import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from variants import BLOCKS, SHARDS, reassembly
 
 from lmhead import reference
 from lmhead.kernels import reassemble, tiles
@@ -129,6 +130,21 @@ def test_more_than_4096_pieces_follow_cycles(
     monkeypatch.setattr(reassemble, "launch_reassemble", spy)
     in_place(addresses(shape, dtype), None)
     assert [config.kind for config in chosen] == [kind]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("kind", ["band", "cycle", "copy"])
+def test_every_kind_at_ragged_shapes(kind: str, shard: int) -> None:
+    for i, (ranks, rows) in enumerate(BLOCKS):
+        if (i + SHARDS.index(shard)) % 2:
+            continue  # every block meets two of the shards or more
+        dtype = FLOATS[(i + shard) % 3]
+        received = addresses((ranks, rows, shard), dtype)
+        config = reassembly(kind, ranks, rows)
+        if kind == "copy":
+            out_of_place(received, ranks * shard - i % min(shard, 4), dtype, config)
+        else:
+            in_place(received, config)
 
 
 @given(ranks=st.integers(1, 128), rows=st.integers(1, 200))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmhead.shapes import shard_rows
+
 
 @dataclass(frozen=True)
 class Model:
@@ -19,7 +21,7 @@ class Model:
 
     def shard(self, ranks: int) -> int:
         """S = ceil(V / N)."""
-        return -(-self.vocab // ranks)
+        return shard_rows(self.vocab, ranks)
 
 
 MODELS = {

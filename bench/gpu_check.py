@@ -45,7 +45,7 @@ if (ROOT / "pyproject.toml").is_file() and str(ROOT) not in sys.path:  # a check
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from lmhead import tables  # noqa: E402
+from lmhead import measure, tables  # noqa: E402
 from lmhead.bench import gpu_report, gpu_sections  # noqa: E402
 from lmhead.bench.gpu_sections import COLLECTED, FULL, REHEARSAL  # noqa: E402
 from lmhead.bench.supervise import (  # noqa: E402
@@ -144,7 +144,7 @@ def child(arguments: argparse.Namespace) -> None:
         cases = gpu_sections.gemm_cases if section == "gemm" else gpu_sections.copy_cases
         prepared = merged(arguments.folder, "prepare")
         items = gpu_sections.measuring(cases(plan), plan, device, prepared)
-    work_through(items, journal, deadline, usable=lambda: gpu_sections.usable(device))
+    work_through(items, journal, deadline, usable=lambda: measure.usable(device))
 
 
 def merged(folder: Path, section: str) -> dict[str, Record]:

@@ -24,7 +24,7 @@ from lmhead import compare, measure, reference, tables, tune
 from lmhead.bench.cases import MODELS
 from lmhead.bench.gpu_probes import Ceilings
 from lmhead.bench.supervise import FAILED, FOUND, LEFT, LOST, NO_TIME, STARTED, Journal, Record
-from lmhead.devices import DEVICES, Device, arch_of, of_arch, slug
+from lmhead.devices import arch_of, slug
 from lmhead.kernels import gemm as gemm_kernels
 from lmhead.kernels import reassemble as reassemble_kernels
 from lmhead.kernels.config import (
@@ -131,11 +131,6 @@ def copy_cases(plan: Plan) -> list[Case]:
     return found
 
 
-def known_device(device: torch.device) -> Device:
-    """The device's figures, or those of the newest of its architecture."""
-    return DEVICES.get(slug(device)) or of_arch(arch_of(device).name)[0]
-
-
 def chosen(case: Case, device: torch.device) -> Choice:
     """What a head uses untuned: by the shipped table, or the default."""
     shipped = tables.load_shipped(slug(device))
@@ -148,16 +143,6 @@ def candidates(case: Case, plan: Plan, device: torch.device) -> list[Config]:
     most = plan.gemm_candidates if gemm else plan.copy_candidates
     proposed = measure.candidates(case.problem, device, arch_of(device), most)
     return list(dict.fromkeys([chosen(case, device).config, *proposed]))
-
-
-def usable(device: torch.device) -> bool:
-    """Whether this process can still use the device: some CUDA errors stick to it."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _cold_bytes(device: torch.device) -> int:
@@ -377,7 +362,7 @@ def _table(case: Case, entry: Entry, device: str) -> Table:
 def _modelled(case: Case, config: Config, device: torch.device) -> float | None:
     if config == LIBRARY:
         return None
-    return tune.modelled(case.problem, config, known_device(device), None).us
+    return tune.modelled(case.problem, config, measure.known_device(device), None).us
 
 
 def _beside_peers(
@@ -505,7 +490,7 @@ def gpu_tests(root: Path, journal: Journal, part: int, parts: int, device: torch
     files = [path for path in sorted((root / "tests").glob("test_*.py")) if _marked(path)]
     arguments = ["-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(root), "--tb=short"]
     arguments += ["--continue-on-collection-errors", *map(str, files)]
-    recorder = Recorder(journal, part, parts, lambda: usable(device))
+    recorder = Recorder(journal, part, parts, lambda: measure.usable(device))
     if not files:
         journal.write("tests", LEFT, f"no tests in {root}")
         return

@@ -139,6 +139,7 @@ def inspect(
             Problem(problem.key, shape),
             tables.look_up(user, shipped, problem.key, device.arch, shape),
             device,
+            step.softcap,
         )
         for problem, name, shape in found
     )
@@ -148,12 +149,12 @@ def inspect(
     return Inspection(device, step, kernels, tuple(stages(device, step)), tuple(ranking))
 
 
-def _kernel(name: str, problem: Problem, choice: Choice, device: Device) -> Kernel:
+def _kernel(name: str, problem: Problem, choice: Choice, device: Device, softcap: bool) -> Kernel:
     config, shape = choice.config, problem.shape
     if isinstance(config, GemmConfig) and config.kind == "library":
         return Kernel(name, choice, None, None, (), 0, 0)
     build = tune.build_of(problem, config, device.arch_name)
-    report = tune.report_of(build)
+    report = tune.report_of(build, epilogue=softcap)
     usage = tune.usage_of(report)
     problems = codegen.shortcomings(report, config, build.out_bits // 8, build.unit)
     requested = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmhead.devices import Device
+from lmhead.shapes import shard_rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Stage:
 @dataclass(frozen=True)
 class Step:
     """A head's step: N ranks, B rows per rank, H, S, V, and the item sizes of operands, of what is
-    exchanged and of the logits.
+    exchanged and of the logits; whether logits are capped.
     """
 
     vocab: int
@@ -39,10 +40,11 @@ class Step:
     itemsize: int = 2
     wire_itemsize: int = 2
     logits_itemsize: int = 2
+    softcap: bool = False
 
     @property
     def shard(self) -> int:
-        return -(-self.vocab // self.ranks)
+        return shard_rows(self.vocab, self.ranks)
 
     @property
     def total(self) -> int:

@@ -49,12 +49,15 @@ class Arch:
     capability: int
     shared_bytes: int  # per program
     tensor_memory_columns: int  # 0: accumulators live in registers
+    bulk: bool = True  # bulk tensor loads feed its tensor cores as they do Hopper's
 
 
 ARCHS = {
     "sm_90": Arch("sm_90", 90, 232448, 0),
     "sm_100": Arch("sm_100", 100, 232448, 512),
 }
+# Any other CUDA device from Ampere on, with the shared memory that all of them give a program.
+OTHER = Arch("other", 80, 101376, 0, bulk=False)
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,9 @@ def _gemm_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
 
 
 def _bulk_fits(config: GemmConfig, arch: Arch, shape: GemmShape) -> bool:
-    if not bulk_loadable(shape) or config.block_h * shape.itemsize > 2 * SWIZZLE_BYTES:
+    if not (arch.bulk and bulk_loadable(shape)):
+        return False
+    if config.block_h * shape.itemsize > 2 * SWIZZLE_BYTES:
         return False
     if config.tail_t > config.block_t or max(config.block_t, config.block_v) > MAX_BULK_EXTENT:
         return False
@@ -254,14 +259,15 @@ def _thread_elements(shape: ReassembleShape) -> int:
 
 
 def default_gemm(shape: GemmShape, arch: Arch = ARCHS["sm_90"]) -> GemmConfig:
-    """The untuned choice: right everywhere, and without a spill on every arch in `ARCHS`.
+    """The untuned choice: right everywhere, and without a spill on every arch in `ARCHS`; elsewhere
+    by ordinary loads.
 
     Up to 512 rows a program holds all token rows, so that every weight byte is read once; above, a
     weight tile is read again, from L2, by the programs next in order.
     """
     if shape.itemsize >= 4:  # no tensor core keeps full fp32
         return LIBRARY
-    if not bulk_loadable(shape):
+    if not (arch.bulk and bulk_loadable(shape)):
         return default_pointer_gemm(shape)
     block_t = min(256, max(16, next_power_of_2(shape.rows)))
     tail_t = 0

@@ -1,14 +1,16 @@
 """Which kernel configs a head's calls use: looked up once per row count, equal on every rank.
 
-Before `LMHead.warmup` a head knows the tables that the package ships, which are the same on all
-ranks.  A user's own table lies in one machine's files, so it counts only once the ranks agree on
-it: at warm-up, rank 0's entries for this head go to all.
+Before `LMHead.warmup` a head knows the tables that its package ships.  A user's own table lies in
+one machine's files, so it counts only once the ranks agree on it: at warm-up, rank 0's entries for
+this head go to all, the user's and the package's.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,8 +38,8 @@ class Configs:
 
 
 DEFAULTS = Configs()
-# What rank 0 says instead of its table, which begins with a brace.
-_FAILED = "failed: "
+# Calls that a chooser remembers its choices for.
+MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -66,35 +68,38 @@ class Chooser:
         self._known: dict[tuple[Sizes, int, int, int], dict[str, Choice]] = {}
 
     def agree(self, comm: Comm, sizes: Sizes, call: Call, device: torch.device) -> bool:
-        """Take rank 0's user entries for a head of these sizes; every rank calls.  Says whether the
-        entries are others than before: what was warmed up may then run differently.
+        """Take rank 0's entries for a head of these sizes, the user's and the package's; every rank
+        calls.  Says whether they are others than before: what was warmed up may then run
+        differently.
 
         Where rank 0 cannot even say that it has none (a warning that is made an error), it raises
         its own error and the others ValueError with its words: no rank waits for it.
         """
-        text, error = "", None
+        wanted = [key for key, _ in self._keys(sizes, comm.ranks, 1, 1).values()]
+        said: dict[str, Any] = {}
+        error: Exception | None = None
         if comm.rank == 0:
             try:
-                wanted = [key for key, _ in self._keys(sizes, comm.ranks, 1, 1).values()]
-                mine = tables.select(tables.load_user(self._name), wanted, self._name)
-                text = tables.dump(mine)
+                both = tables.load_user(self._name), _shipped(self._name)
+                said["tables"] = [
+                    tables.dump(tables.select(table, wanted, self._name)) for table in both
+                ]
             except Exception as caught:
-                error, text = caught, f"{_FAILED}{type(caught).__name__}: {caught}"
-        text = comm.share(text.encode(), call, device).decode()
+                error = caught
+                said["error"] = f"{type(caught).__name__}: {caught}"
+        said = json.loads(comm.share(json.dumps(said).encode(), call, device))
         if error is not None:
             raise error
-        if text.startswith(_FAILED):
+        if "error" in said:
             raise ValueError(
-                f"lmhead {call.op}: rank 0 has no tuned configs to share: "
-                + text.removeprefix(_FAILED)
+                f"lmhead {call.op}: rank 0 has no tuned configs to share: {said['error']}"
             )
-        found = tables.parse(text)
-        if self._user is not None and found.entries == self._user.entries:
+        old = [tables.select(table, wanted, "").entries for table in (self._user, self._shipped)]
+        self._user, self._shipped = (tables.parse(text) for text in said["tables"])
+        if old == [self._user.entries, self._shipped.entries]:
             return False
-        changed = bool(found.entries) or self._user is not None
-        self._user = found
         self._known.clear()
-        return changed
+        return True
 
     def choices(self, rows: Rows, sizes: Sizes) -> dict[str, Choice]:
         """The choices for a call by kernel: "gemm" where the head multiplies, and where there are
@@ -102,6 +107,8 @@ class Chooser:
         """
         known = sizes, rows.ranks, rows.total, rows.own
         if known not in self._known:
+            if len(self._known) >= MOST_KNOWN:  # uneven counts are new ones every time
+                self._known.clear()
             keys = self._keys(sizes, rows.ranks, rows.total, rows.own)
             found = {
                 kernel: tables.look_up(self._user, self._shipped, key, self._arch, shape)
@@ -110,7 +117,8 @@ class Chooser:
             if sizes.deterministic:
                 shape = keys["gemm"][1]
                 assert isinstance(shape, GemmShape)
-                found["gemm"] = Choice(deterministic_gemm(shape), "deterministic")
+                config = deterministic_gemm(shape, bulk=self._arch.bulk)
+                found["gemm"] = Choice(config, "deterministic")
             self._known[known] = found
         return self._known[known]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lmhead import demo, measure, tables, tune
+from lmhead import demo, tables, tune
 from lmhead.bench import inspection
 from lmhead.bench.cases import MODELS, RANKS, Model
 from lmhead.bench.roofline import Step
@@ -28,6 +28,7 @@ from lmhead.kernels.config import ARCHS
 from lmhead.launch import LaunchError
 from lmhead.progress import Progress
 from lmhead.tune import Builds, Problem
+from lmhead.tune_ranks import tune_ranks
 
 
 def _positive(text: str) -> int:
@@ -243,12 +244,17 @@ def _tune(arguments: argparse.Namespace) -> int:
             rows = arguments.rows or tune.ROWS
             problems += tune.problems_of(model.hidden, model.vocab, ranks, rows)
     problems = list(dict.fromkeys(problems))
+    if arguments.offline and arguments.again:
+        raise ValueError("--again is for measuring: a model gives the same answer again")
     if arguments.offline:
         return _tune_offline(arguments, problems)
+    for name in ("arch", "device", "output", "jobs"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} goes with --offline: measuring is for the GPU that is here")
     if not torch.cuda.is_available():
         raise ValueError("measuring needs a CUDA device: use --offline for a modelled table")
     with Progress("measuring") as bar:
-        table = measure.tune_ranks(problems, again=arguments.again, progress=bar.at)
+        table = tune_ranks(problems, again=arguments.again, progress=bar.at)
     print(f"{len(table)} entries in {tables.user_folder() / (table.device + '.json')}")
     return 0
 
@@ -286,7 +292,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     wire = int(arguments.wire) // 8 if arguments.wire else logits
     if wire > logits:
         raise ValueError(f"{8 * wire} bits on the wire are more than the {8 * logits} of a logit")
-    step = Step(model.vocab, model.hidden, arguments.ranks, arguments.rows, 2, wire, logits)
+    sizes = model.vocab, model.hidden, arguments.ranks, arguments.rows
+    step = Step(*sizes, 2, wire, logits, softcap=model.softcap is not None)
     with Progress("compiling", show=arguments.all) as bar:
         found = inspection.inspect(
             _devices(arguments)[0],

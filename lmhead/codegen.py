@@ -254,6 +254,23 @@ def compile_gemm(
     )
 
 
+def compile_add_up(
+    arch: str, splits: int, *, out: str = "bfloat16", bias: str = "bfloat16", store_unit: int = 16
+) -> Report:
+    """The kernel that adds up the sums of `splits` parts of H, with its whole epilogue."""
+    arguments = {"sums_ptr": "*fp32", "bias_ptr": POINTERS[bias], "partial_ptr": POINTERS[out]}
+    arguments |= dict.fromkeys(
+        ("sums_stride_split", "sums_stride_t", "partial_stride_t", "T", "S"), "i32"
+    )
+    arguments |= {"scale": "fp32", "softcap": "fp32"}
+    constants: dict[str, Any] = dict.fromkeys(("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP"), True)
+    constants |= {"SPLITS": splits, "UNIT": store_unit}
+    constants |= {"BLOCK_T": gemm.ADD_UP_ROWS, "BLOCK_V": gemm.ADD_UP_COLUMNS}
+    sizes = ("sums_stride_split", "sums_stride_t", "partial_stride_t", "S")
+    aligned = ("sums_ptr", "bias_ptr", "partial_ptr", *(sizes if store_unit == 16 else ()))
+    return compile_kernel(gemm._add_up_kernel, arch, arguments, constants, aligned=aligned)
+
+
 def compile_reassemble(
     arch: str,
     config: ReassembleConfig,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmhead.kernels.config import ARCHS, Arch
+from lmhead.kernels.config import ARCHS, OTHER, Arch
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,9 @@ def slug(device: torch.device) -> str:
 
 
 def arch_of(device: torch.device) -> Arch:
-    """What programs may use on `device`; on a CPU, and on chips that are not in `ARCHS`, Hopper's
-    limits.
-    """
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) >= (10, 0) and (major, minor) < (12, 0):
-            return ARCHS["sm_100"]
-    return ARCHS["sm_90"]
+    """What programs may use on `device`; on a CPU, whose interpreter knows no limits, Hopper's."""
+    if device.type != "cuda":
+        return ARCHS["sm_90"]
+    major, _ = torch.cuda.get_device_capability(device)
+    # 12.x are the gaming cards, without tensor memory and with less shared memory.
+    return {9: ARCHS["sm_90"], 10: ARCHS["sm_100"]}.get(major, OTHER)

@@ -49,7 +49,8 @@ class WarmupReport:
     before: Memory | None  # the device's memory
     after: Memory | None
     # By row counts and kernel ("gemm", "reassemble", "copy"): the config of each launch and where
-    # it is from, the same on every rank; empty for torch's kernels.
+    # it is from.  The same on every rank, but that the copying kernels go by their own rank's rows.
+    # Empty for torch's kernels.
     configs: dict[tuple[int, ...], dict[str, Choice]]
 
     @property
@@ -282,6 +283,7 @@ class LMHead(nn.Module):
         device = self.weight.device
         if ops.is_capturing(device):
             raise RuntimeError("warmup cannot run inside a capture: call it before")
+        self._settle_again()
         self._workspace.capturing(False)
         wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
         if out is not None:
@@ -376,6 +378,12 @@ class LMHead(nn.Module):
         self._comm.agree(fields, error, call, self.weight.device)
         self._settled = self._form()
 
+    def _settle_again(self) -> None:
+        """Settle a head that was moved or cast since; on all ranks, as it was on all."""
+        if self._settled != self._form():
+            self._warmed.clear()
+            self._settle()
+
     def _form(self) -> tuple[object, ...]:
         """What a call must find as it was settled: `.to()`, `load_state_dict(assign=True)` and
         assigned parameters change it, on every rank alike; the next call then settles anew.
@@ -447,8 +455,7 @@ class LMHead(nn.Module):
                     "the head was moved or cast after its last call: call warmup(rows) before "
                     "capturing"
                 )
-            self._warmed.clear()
-            self._settle()
+            self._settle_again()
         self._calls += 1
         plan, error = None, None
         try:

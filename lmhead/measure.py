@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import platform
 import statistics
 import time
@@ -24,12 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import triton
 
 from lmhead import compare, reference, tables, tune
-from lmhead.comm import Call, Comm
-from lmhead.devices import DEVICES, arch_of, slug
+from lmhead.devices import DEVICES, Device, arch_of, of_arch, slug
 from lmhead.kernels import gemm as gemm_kernels
 from lmhead.kernels import reassemble as reassemble_kernels
 from lmhead.kernels.config import (
@@ -42,7 +39,6 @@ from lmhead.kernels.config import (
     default_reassemble,
     fits,
 )
-from lmhead.launch import under_torchrun
 from lmhead.tables import Config, Entry, Key, Table
 from lmhead.tune import Problem
 
@@ -223,6 +219,12 @@ class _Reassemble:
         return compare.first_difference(self.out[0].view(self._want.shape), self._want)
 
 
+def known_device(device: torch.device) -> Device:
+    """The device's figures, or those of the newest of its architecture; of any other, Hopper's."""
+    kin = of_arch(arch_of(device).name) or of_arch("sm_90")
+    return DEVICES.get(slug(device)) or kin[0]
+
+
 def candidates(
     problem: Problem, device: torch.device, arch: Arch, most: int = CANDIDATES
 ) -> list[Config]:
@@ -233,7 +235,7 @@ def candidates(
         found = [default_gemm(shape, arch), LIBRARY]
     else:
         found = [default_reassemble(shape, problem.key.kernel == "reassemble")]
-    known = DEVICES.get(slug(device)) or next(d for d in DEVICES.values() if d.arch == arch)
+    known = known_device(device)
     proposed = [
         tune.Ranked(config, tune.modelled(problem, config, known, None))
         for config in tune.space(problem, arch, known.sms)
@@ -282,14 +284,21 @@ def measure(
         reason = _refused(bench, config, arch, problem)
         if reason is None:
             launches[name] = bench.launch(config)
-        else:
-            failed[name] = reason
+            continue
+        failed[name] = reason
+        if not usable(device):
+            raise RuntimeError(
+                f"{name} has left the device unusable ({reason}): tune again without it, or report "
+                f"it with {problem.key}"
+            )
     if launches:
         assert bench is not None
         if clock is None:
             clock = graph_clock(device, bench.sets) if device.type == "cuda" else host_clock(1)
         for name, seconds in clock(launches, rounds).items():
             timings[name] = [round(s * 1e6, 2) for s in seconds]
+    elif before is not None and str(before.config) in timings:
+        return before  # nothing is new
     if not timings:
         warnings.warn(
             f"lmhead: none of {len(by_name)} configs could be used for {problem.key}: {failed}",
@@ -304,6 +313,16 @@ def measure(
         "failed": failed,
     }
     return Entry(by_name[best], "measured", statistics.median(timings[best]), details)
+
+
+def usable(device: torch.device) -> bool:
+    """Whether this process can still use the device: some CUDA errors stick to it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _timings(entry: Entry) -> dict[str, list[float]]:
@@ -361,32 +380,3 @@ def _one(device: str, key: Key, entry: Entry) -> Table:
     table = Table(device)
     table.add(key, entry)
     return table
-
-
-def tune_ranks(
-    problems: Sequence[Problem],
-    *,
-    again: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Table:
-    """`tune_device` on this process' GPU; under torchrun rank 0 decides and all get its answer,
-    each node into its own user's file.
-    """
-    local = int(os.environ.get("LOCAL_RANK", "0")) if under_torchrun() else 0
-    device = torch.device("cuda", local)
-    if not under_torchrun():
-        return tune_device(problems, device, again=again, progress=progress)
-    # The others wait as long as it takes.
-    dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
-    try:
-        comm, text = Comm(), b""
-        if comm.rank == 0:
-            found = tune_device(problems, device, again=again, progress=progress)
-            text = tables.dump(found).encode()
-        call = Call("tune", (), 0, "", 0)
-        table = tables.parse(comm.share(text, call, torch.device("cpu")).decode())
-        if local == 0 and comm.rank != 0:
-            tables.save_user(table)
-        return table
-    finally:
-        dist.destroy_process_group()

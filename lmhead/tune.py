@@ -33,6 +33,7 @@ from lmhead import codegen, estimate, tables
 from lmhead.devices import Device
 from lmhead.estimate import Estimate, Usage
 from lmhead.kernels.config import (
+    BARRIER_BYTES,
     MAX_WARPS,
     VECTOR_BYTES,
     Arch,
@@ -46,6 +47,7 @@ from lmhead.kernels.config import (
     fits,
     next_power_of_2,
 )
+from lmhead.shapes import shard_rows
 from lmhead.tables import Config, Entry, Key, Table
 
 # Up to here a program holds all token rows, so that every weight byte is asked for once.
@@ -91,7 +93,7 @@ def problems_of(hidden: int, vocab: int, ranks: int, rows: Iterable[int] = ROWS)
     """All that a 16-bit head of this size asks for, for T in `rows`: logits of 16 and of 32 bits,
     in place and not.
     """
-    shard = -(-vocab // ranks)
+    shard = shard_rows(vocab, ranks)
     found = [
         gemm_problem(GemmShape(total, shard, hidden, 2, out_itemsize))
         for out_itemsize in (2, 4)
@@ -153,7 +155,7 @@ def _gemm_space(shape: GemmShape, arch: Arch, sms: int) -> Iterator[GemmConfig]:
         while tiles * splits[-1] < sms:  # what is there leaves multiprocessors idle
             splits.append(splits[-1] * 2)
         # As deep as one program's, two programs' and four programs' share of shared memory.
-        depths = {min(12, (arch.shared_bytes // n - 1024) // stage) for n in (1, 2, 4)}
+        depths = {min(12, (arch.shared_bytes // n - BARRIER_BYTES) // stage) for n in (1, 2, 4)}
         for depth, warps, roles, split in itertools.product(
             sorted(d for d in depths if d >= 2), (4, 8), (False, True), splits
         ):

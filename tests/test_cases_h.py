@@ -40,7 +40,7 @@ COPIES = [
 GEMM = GemmConfig(block_t=16, block_v=16, block_h=16, num_warps=4, num_stages=2)
 
 
-MOVING, MULTIPLYING = ("band", "cycle", "copy"), ("bulk", "pointer", "finish")
+MOVING, MULTIPLYING = ("band", "cycle", "copy"), ("bulk", "pointer", "add_up")
 
 
 class Recorder:

@@ -36,6 +36,7 @@ from ranks import pool
 import lmhead
 from lmhead import chooser, ops, tables
 from lmhead.kernels.config import ARCHS, GemmConfig, GemmShape, default_gemm
+from lmhead.shapes import Rows
 from lmhead.tables import Entry
 
 WEIGHT = whole(VOCAB, HIDDEN, seed=1, dtype=torch.bfloat16)
@@ -338,6 +339,34 @@ def test_a_head_that_was_cast_waits_for_its_next_warm_up(
             head(hidden)
         used += [config for _, config in seen]
     assert used[0] != BULK and used[1] == BULK
+
+
+def test_a_warm_up_right_after_a_cast_is_of_the_new_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMHEAD_CONFIGS", str(tmp_path))
+    found = tables.Table("cpu")
+    key = tables.gemm_key(GemmShape(2, VOCAB, HIDDEN, 2), "eager")
+    found.add(key, Entry(BULK, "measured", 1.0))
+    tables.write(tmp_path / "cpu.json", found)
+    head = lmhead.LMHead(WEIGHT.float(), VOCAB, kernels="triton")
+    head.to(torch.bfloat16)
+    out = torch.empty(2, VOCAB, dtype=torch.bfloat16)
+    for _ in range(2):
+        report = head.warmup(rows=2, out=out)
+        assert report.configs[(2,)]["gemm"].source == "measured (user)"
+    with launches() as seen:
+        head(rows_of(0, 2).bfloat16(), out=out)
+    assert [config for _, config in seen] == [BULK]
+
+
+def test_choices_for_ever_new_counts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "MOST_KNOWN", 8)
+    one = chooser.Chooser(torch.device("cpu"))
+    sizes = chooser.Sizes(VOCAB, 2, 2, HIDDEN, 2)
+    for rows in range(1, 40):
+        assert one.configs(Rows((rows,), 0), sizes).gemm is not None
+        assert len(one._known) <= 8
 
 
 def test_rows_of_one_bucket_share_its_entry_and_others_do_not(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lmhead import tables
+from lmhead import cli, tables
 from lmhead.kernels.config import GemmConfig
 
 
@@ -115,3 +117,11 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, ...], words: str, tmp_
 def test_under_the_interpreter_there_is_nothing_to_compile(tmp_path: Path) -> None:
     done = lmhead("inspect", folder=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 1 and "unset it" in done.stderr
+
+
+def test_every_command_of_the_readme_parses() -> None:
+    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    found = re.findall(r"^\.venv/bin/lmhead (.*)$", text, flags=re.MULTILINE)
+    assert len(found) >= 3
+    for line in found:
+        assert cli._parser().parse_args(shlex.split(line)).run

@@ -243,3 +243,15 @@ def test_next_power_of_2() -> None:
         [(0, 1), (1, 1), (2, 2), (3, 4), (288, 512), (1 << 20, 1 << 20), ((1 << 20) + 1, 1 << 21)]
     ):
         assert cfg.next_power_of_2(n) == power
+
+
+def test_elsewhere_defaults_take_ordinary_loads_and_the_shared_memory_that_all_have() -> None:
+    for rows, itemsize in itertools.product((1, 36, 288, 4096), (2, 4)):
+        shape = GemmShape(rows, 16160, 7168, itemsize)
+        for config in (
+            default_gemm(shape, cfg.OTHER),
+            default_pointer_gemm(shape),
+            cfg.deterministic_gemm(shape, bulk=cfg.OTHER.bulk),
+        ):
+            assert config.kind != "bulk" and fits(config, cfg.OTHER, shape)
+    assert not fits(BULK, cfg.OTHER, BULK_SHAPE)

@@ -33,8 +33,9 @@ ALLOWED = {
     "estimate": {"devices", "kernels"},
     "tables": {"kernels"},
     "progress": set(),
-    "tune": {"codegen", "devices", "estimate", "kernels", "tables"},
-    "measure": {"comm", "compare", "devices", "kernels", "launch", "reference", "tables", "tune"},
+    "tune": {"codegen", "devices", "estimate", "kernels", "shapes", "tables"},
+    "measure": {"compare", "devices", "kernels", "reference", "tables", "tune"},
+    "tune_ranks": {"comm", "devices", "launch", "measure", "tables", "tune"},
     "chooser": {"comm", "devices", "kernels", "shapes", "tables"},
     "ops": {"chooser", "comm", "kernels", "ranges", "reference", "route", "shapes", "workspace"},
     "operators": {"ops", "order", "route", "shapes"},
@@ -45,8 +46,8 @@ ALLOWED = {
     "graphs": {"comm", "head"},
     "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},
     "cli": {
-        *("bench", "comm", "demo", "devices", "head", "kernels", "launch", "measure"),
-        *("progress", "tables", "tune"),
+        *("bench", "comm", "demo", "devices", "head", "kernels", "launch"),
+        *("progress", "tables", "tune", "tune_ranks"),
     },
 }
 RUNTIME = {"torch", "triton", "lmhead"}

@@ -12,11 +12,11 @@ import pytest
 import triton
 from compiling import Compiling
 
-from lmhead import estimate, tables, tune
+from lmhead import codegen, estimate, tables, tune
 from lmhead.bench.cases import MODELS, RANKS
 from lmhead.codegen import Report
 from lmhead.devices import DEVICES, Device
-from lmhead.kernels.config import LIBRARY, GemmConfig, GemmShape, fits
+from lmhead.kernels.config import ARCHS, LIBRARY, GemmConfig, GemmShape, fits
 from lmhead.tables import Table
 from lmhead.tune import Build, Problem
 
@@ -111,11 +111,17 @@ def _family(build: Build) -> str:
 
 def compile_both(build: Build) -> list[Report]:
     """Runs in the compiler's process: without and, for a GEMM, with an epilogue."""
-    plain = [tune.report_of(build)]
-    config = build.config
-    if not isinstance(config, GemmConfig) or config.splits > 1:
-        return plain
-    return [*plain, tune.report_of(build, epilogue=True)]
+    plain, config = tune.report_of(build), build.config
+    if not isinstance(config, GemmConfig):
+        return [plain]
+    if config.splits == 1:
+        return [plain, tune.report_of(build, epilogue=True)]
+    out = {16: "bfloat16", 32: "float32"}[build.out_bits]
+    added = codegen.compile_add_up(build.arch, config.splits, out=out, store_unit=build.unit)
+    assert added.problems(ARCHS[build.arch]) == []
+    stores = {op for op in added.counts if op.startswith("STG")}
+    assert build.unit * build.out_bits % 128 or stores == {"STG.E.128"}
+    return [plain]
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import compiling
 import pytest
-import ranks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports the kernels: the interpreter is chosen when they are decorated.
     if config.option.markexpr != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Before numpy is loaded: the interpreter's small products take twice the time on two threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Nobody's own table of tuned configs decides what is tested: a folder that does not exist.
     os.environ["LMHEAD_CONFIGS"] = os.path.join(os.sep, "nonexistent", "lmhead")
     # cuBLAS refuses to run without it where algorithms are to be deterministic, as they are below.
@@ -37,6 +38,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish() -> None:
+    import ranks
+
     ranks.close_all()
 
 

@@ -154,3 +154,21 @@ def test_rounds_are_fixed_however_fast_the_clock_runs() -> None:
             clock=clock,
         )
         assert clock.log.count("only") == 10
+
+
+def test_shuffled_rounds_hold_every_method_once_in_an_order_that_all_ranks_share() -> None:
+    logs = []
+    for _ in range(2):
+        clock = Clock()
+        methods = {name: clock.method(name, 1.0) for name in "abcd"}
+        timings = interleaved(
+            methods, 8, device=torch.device("cpu"), warmup=0, shuffled=True, clock=clock
+        )
+        assert all(timing.seconds == (1.0,) * 8 for timing in timings.values())
+        logs.append(clock.log)
+    rounds = [tuple(logs[0][i : i + 4]) for i in range(0, 32, 4)]
+    assert logs[0] == logs[1] and all(sorted(names) == list("abcd") for names in rounds)
+    followers = {name: set() for name in "abcd"}
+    for before, after in zip(logs[0], logs[0][1:], strict=False):
+        followers[before].add(after)
+    assert all(len(found) > 2 for found in followers.values())

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmhead.shapes import shard_rows
+import torch
+
+from lmhead.bench.roofline import Step
+from lmhead.shapes import Rows, shard_rows
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,51 @@ MODELS = {
     )
 }
 RANKS = (1, 2, 4, 8)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size that is measured: V, H, N ranks, B rows per rank, and the dtype of operands, wire
+    and logits.  What runs at that size is the benchmark's kind.
+    """
+
+    model: str
+    vocab: int
+    hidden: int
+    ranks: int
+    rows: int
+    dtype: str = "bf16"
+
+    @property
+    def shard(self) -> int:
+        """S."""
+        return -(-self.vocab // self.ranks)
+
+    @property
+    def total(self) -> int:
+        """T = N * B."""
+        return self.ranks * self.rows
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize
+
+    def rows_of(self, rank: int) -> Rows:
+        return Rows((self.rows,) * self.ranks, rank)
+
+    @property
+    def step(self) -> Step:
+        """The same for the roofline."""
+        size = self.itemsize
+        return Step(self.vocab, self.hidden, self.ranks, self.rows, size, size, size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}: V = {self.vocab}, H = {self.hidden}, N = {self.ranks}, "
+            f"B = {self.rows}, {self.dtype}"
+        )

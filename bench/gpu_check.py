@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,11 +41,12 @@ if (ROOT / "pyproject.toml").is_file() and str(ROOT) not in sys.path:  # a check
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import triton  # noqa: E402
 
 from lmhead import measure, tables  # noqa: E402
 from lmhead.bench import gpu_report, gpu_sections  # noqa: E402
 from lmhead.bench.gpu_sections import COLLECTED, FULL, REHEARSAL  # noqa: E402
+from lmhead.bench.machine import said as _said  # noqa: E402
+from lmhead.bench.machine import software  # noqa: E402
 from lmhead.bench.supervise import (  # noqa: E402
     FAILED,
     FOUND,
@@ -178,27 +177,6 @@ def smi() -> dict[str, str]:
     said = _said(["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"])
     values = [] if said is None else said.split(", ")
     return dict(zip(SMI_FIELDS, values, strict=True)) if len(values) == len(SMI_FIELDS) else {}
-
-
-def _said(command: Sequence[str]) -> str | None:
-    """The first line that a command prints; None where it cannot."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip().splitlines()[0]
-    return None
-
-
-def facts() -> dict[str, Any]:
-    commit = _said(["git", "rev-parse", "--short=12", "HEAD"])
-    changed = _said(["git", "status", "--porcelain", "--untracked-files=no"])
-    return {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": "unknown" if commit is None else commit + (" with changes" if changed else ""),
-    }
 
 
 # What was found.
@@ -338,7 +316,7 @@ def check(seconds: float, path: Path, rehearse: bool) -> int:
             )
         finally:  # an interrupt too leaves what there is
             results |= collect(folder)
-            results["machine"] |= facts()
+            results["machine"] |= software()
             results["broken"] |= broken
             results["left_out"] |= short
             results["spent_s"] = round(budget.spent, 1)

@@ -99,7 +99,7 @@ def _ratio(a: float | None, b: float | None) -> str:
     return "-" if not a or not b else f"{a / b:.2f}"
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
     """Columns as wide as they must be: the first and the last flush left, the others right."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -135,7 +135,7 @@ def _gemms(results: Results) -> list[str]:
             )
         )
     lines = [f"GEMM, S = {shape['shard']}, H = {shape['hidden']}, bf16 operands; us a launch"]
-    lines += _table(rows) + [_noise(found)]
+    lines += columns(rows) + [_noise(found)]
     for result in found:
         if result["chosen"] != result["ours"]:
             lines.append(
@@ -177,7 +177,7 @@ def _copies(results: Results) -> list[str]:
             )
         )
     lines = [f"reassembly, N = {shape['ranks']}, S = {shape['shard']}, bf16 received; us a launch"]
-    return lines + _table(rows) + [_noise(found)]
+    return lines + columns(rows) + [_noise(found)]
 
 
 def _noise(found: Iterable[Results]) -> str:

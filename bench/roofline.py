@@ -1,16 +1,39 @@
 """What a head's step must move and compute, stage by stage, and the least time that takes.
 
-Floors are bytes over the vendor's bandwidth or FLOPs over the vendor's rate (`lmhead.devices`),
-whichever is more; nothing reaches them.  On the wire a rank sends and receives (N-1)/N of a
-collective's bytes, in one direction each.
+Floors are bytes over a bandwidth or FLOPs over a rate, whichever is more; nothing reaches them.
+The rates are the vendor's (`lmhead.devices`), or those of this machine as measured at the start of
+a benchmark (`lmhead.bench.rates`).  On the wire a rank sends and receives (N-1)/N of a collective's
+bytes, in one direction each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lmhead.devices import Device
+from lmhead import tables
+from lmhead.devices import DEVICES, Device
+from lmhead.kernels.config import GemmShape
 from lmhead.shapes import shard_rows
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank can do at best, per second: bytes through memory (read plus written), FLOPs, and
+    bytes received over the wire, with the words for the last two.
+    """
+
+    name: str
+    memory: float
+    math: float
+    wire: float
+    source: str
+    math_name: str = "tensor cores"
+    wire_name: str = "NVLink"
+
+
+def limits_of(device: Device) -> Limits:
+    """A GPU's rates as its vendor gives them."""
+    return Limits(device.name, device.hbm, device.bf16, device.nvlink, "the vendor's figures")
 
 
 @dataclass(frozen=True)
@@ -57,10 +80,11 @@ class Step:
         return self.vocab == self.ranks * self.shard and self.wire_itemsize == self.logits_itemsize
 
 
-def stages(device: Device, step: Step) -> list[Stage]:
+def stages(device: Device | Limits, step: Step) -> list[Stage]:
     """The stages of the all-to-all route in order; what one rank alone does not need is left
     out.
     """
+    limits = device if isinstance(device, Limits) else limits_of(device)
     others = step.ranks - 1
     block = step.rows * step.shard * step.wire_itemsize
     gathered = step.total * step.hidden * step.itemsize
@@ -68,7 +92,7 @@ def stages(device: Device, step: Step) -> list[Stage]:
     weights = step.shard * step.hidden * step.itemsize
     found = [
         _stage(
-            device,
+            limits,
             "gemm",
             memory=weights + gathered + partial,
             flops=2 * step.total * step.shard * step.hidden,
@@ -77,19 +101,102 @@ def stages(device: Device, step: Step) -> list[Stage]:
     if step.ranks == 1:
         return found
     own = step.rows * step.hidden * step.itemsize
-    found.insert(0, _stage(device, "hidden gather", memory=own + gathered, wire=others * own))
-    found.append(_stage(device, "exchange", memory=2 * step.ranks * block, wire=others * block))
+    found.insert(0, _stage(limits, "hidden gather", memory=own + gathered, wire=others * own))
+    found.append(_stage(limits, "exchange", memory=2 * step.ranks * block, wire=others * block))
     if step.rows > 1 or not step.in_place:
         logits = step.rows * step.vocab * step.logits_itemsize
-        found.append(_stage(device, "reassembly", memory=step.ranks * block + logits))
+        found.append(_stage(limits, "reassembly", memory=step.ranks * block + logits))
     return found
 
 
-def _stage(device: Device, name: str, *, memory: int, wire: int = 0, flops: int = 0) -> Stage:
+def dp_head(device: Device | Limits, step: Step) -> Stage:
+    """A head that every rank holds whole: nothing is exchanged, all weights are read."""
+    limits = device if isinstance(device, Limits) else limits_of(device)
+    weights = step.vocab * step.hidden * step.itemsize
+    own = step.rows * step.hidden * step.itemsize
+    logits = step.rows * step.vocab * step.logits_itemsize
+    flops = 2 * step.rows * step.vocab * step.hidden
+    return _stage(limits, "gemm", memory=weights + own + logits, flops=flops)
+
+
+def all_gather_exchange(device: Device | Limits, step: Step) -> Stage:
+    """The exchange where every rank is sent every logit, and the copy that keeps its own rows."""
+    limits = device if isinstance(device, Limits) else limits_of(device)
+    block = step.total * step.shard * step.wire_itemsize
+    memory, wire = (1 + step.ranks) * block, (step.ranks - 1) * block
+    return _stage(limits, "exchange", memory=memory, wire=wire)
+
+
+def floor_us(device: Device | Limits, step: Step) -> float:
+    """The all-to-all route's stages, one after the other."""
+    return sum(stage.floor_us for stage in stages(device, step))
+
+
+MOST_ROWS = 8192
+
+
+def break_even(device: Device | Limits, step: Step, *, overlapped: bool = False) -> int | None:
+    """The least B at which the sharded head's floor is no longer under that of a head which every
+    rank holds whole; None where that takes more than `MOST_ROWS`.
+
+    In series each stage waits for the one before.  `overlapped` is the limit of what can be hidden:
+    the GEMM or all else, whichever takes longer.
+    """
+
+    def sharded(at: Step) -> float:
+        found = stages(device, at)
+        gemm = sum(stage.floor_us for stage in found if stage.name == "gemm")
+        rest = sum(stage.floor_us for stage in found) - gemm
+        return max(gemm, rest) if overlapped else gemm + rest
+
+    def pays(rows: int) -> bool:
+        at = replace(step, rows=rows)
+        return sharded(at) < dp_head(device, at).floor_us
+
+    return next((rows for rows in range(1, MOST_ROWS + 1) if not pays(rows)), None)
+
+
+# What others have published of the workload, in microseconds, and how it is modelled here.
+
+PUBLISHED_SOURCE = "SGLang pull request 32313: DeepSeek-V4-Pro, 8 B200, 36 rows per rank"
+PUBLISHED_STEP = Step(129280, 7168, 8, 36)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure of others beside ours for the same thing: the floor on B200, and where there is a
+    model of the kernel, its modelled time.  None of them was measured here.
+    """
+
+    what: str
+    published_us: float
+    floor_us: float
+    modelled_us: float | None = None
+
+
+def published() -> list[Published]:
+    device, step = DEVICES["b200"], PUBLISHED_STEP
+    floor = {stage.name: stage.floor_us for stage in stages(device, step)}
+    gathered = all_gather_exchange(device, step).floor_us
+    shape = GemmShape(step.total, step.shard, step.hidden, step.itemsize, step.wire_itemsize)
+    shipped = tables.load_shipped("b200")
+    gemm = tables.look_up(None, shipped, tables.gemm_key(shape), device.arch, shape).us
+    moved = floor["hidden gather"] + gathered
+    return [
+        Published("head held whole by every rank (DP)", 320.0, dp_head(device, step).floor_us),
+        Published("sharded head, all-gather + scatter", 320.0, floor["gemm"] + moved),
+        Published("  of it communication", 151.0, moved),
+        Published("sharded head, all-to-all", 169.0, floor_us(device, step)),
+        Published("  of it GEMM", 71.0, floor["gemm"], gemm),
+        Published("  of it all-to-all", 46.0, floor["exchange"]),
+    ]
+
+
+def _stage(limits: Limits, name: str, *, memory: int, wire: int = 0, flops: int = 0) -> Stage:
     floors = {
-        "memory": memory / device.hbm,
-        "NVLink": wire / device.nvlink,
-        "tensor cores": flops / device.bf16,
+        "memory": memory / limits.memory,
+        limits.wire_name: wire / limits.wire,
+        limits.math_name: flops / limits.math,
     }
     limit = max(floors, key=lambda name: floors[name])
     return Stage(name, memory, wire, flops, round(floors[limit] * 1e6, 2), limit)

@@ -1,4 +1,4 @@
-"""The command line: `lmhead demo`, `lmhead tune`, `lmhead inspect`.
+"""The command line: `lmhead demo`, `lmhead bench`, `lmhead tune`, `lmhead inspect`.
 
 Exit status: 0 for success, 1 where what was shown does not hold or ranks failed, 2 for bad
 arguments.  Results go to standard output, progress bars and errors to standard error.
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from lmhead import demo, tables, tune
+from lmhead.bench import command as bench_command
 from lmhead.bench import inspection
 from lmhead.bench.cases import MODELS, RANKS, Model
 from lmhead.bench.roofline import Step
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lmhead {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_bench(commands)
     _add_tune(commands)
     _add_inspect(commands)
     return parser
@@ -107,6 +109,19 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     )
     show.add_argument("--json", action="store_true", help="print the report as one JSON object")
     show.set_defaults(run=_demo)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="measure: whole heads and their stages beside what else one would run, and their roof",
+        description=(
+            "Measure on ranks that are started here, or torchrun's, every method checked before it "
+            "is timed, beside the rates that this machine reaches."
+        ),
+    )
+    bench_command.add(command, _positive)
+    command.set_defaults(run=bench_command.run)
 
 
 def _add_head_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,340 @@
+"""`lmhead bench`: every subcommand end to end at small sizes, and its mistakes in one line each.
+
+Ranks are those of the tests' pool, but for one run that a stranger would make.  No test looks at
+how long anything took.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import pool
+
+from lmhead import cli
+from lmhead.bench import command, methods, plots, report, results, suites
+from lmhead.bench.peers import PEERS
+from lmhead.bench.results import Report, Row
+
+ROOT = Path(__file__).resolve().parent.parent
+# f is compiled, which takes its ranks many seconds: it has a test of its own.
+QUICK = [name for name in methods.NAMES if name != "f"]
+SMALL = ["--vocab", "1001", "--hidden", "32", "--rounds", "4"]
+
+
+def on_pool(rank: int, ranks: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    found = job(rank, ranks, torch.device("cpu"), *arguments)
+    assert rank == 0 or found is None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def pooled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def run(job: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = 0) -> Any:
+        return pool(ranks).run(on_pool, job, arguments)[0]
+
+    monkeypatch.setattr(suites.launch, "run", run)
+    monkeypatch.setattr(suites.launch, "require_memory", lambda needed, what: None)
+    yield
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main(["bench", *arguments]) == status
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bench(capsys, *arguments, "--json"))
+    return found
+
+
+def assert_sound(rows: list[dict[str, Any]]) -> None:
+    """Every method was right, and moved what the arithmetic says."""
+    for row in rows:
+        if row["roof"]:
+            assert row["checked"] in ("a part", "checked")
+        else:
+            assert row["checked"].startswith(("bit for bit", "to rounding", "checked")), row
+        assert row["ms"] > 0 and row["fastest_ms"] <= row["ms"] <= row["slowest_ms"]
+        assert row["bytes"] == row["counted_bytes"], row
+
+
+def test_head_times_every_method_and_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--ranks", "4", "--rows", "3", "--methods", *QUICK)
+    found = as_json(capsys, "head", *SMALL, *arguments)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert set(rows) == set(QUICK)
+    assert_sound(found["rows"])
+    four = ["hidden gather", "gemm", "exchange", "reassembly"]
+    for name in ("lmhead", "lmhead-fp32", "lmhead-all-gather", "a", "a-lean", "b", "c", "d", "h"):
+        assert list(rows[name]["stages"]) == four
+    assert list(rows["e"]["stages"]) == four[:3] and list(rows["g"]["stages"]) == ["gemm"]
+    # 1001 / 4: padding is moved as well.
+    block, own, others = 3 * 251 * 2, 3 * 32 * 2, 3
+    moved = {name: row["bytes"] for name, row in rows.items()}
+    assert moved["lmhead"] == moved["b"] == moved["d"] == moved["h"] == others * (own + block)
+    assert moved["lmhead-fp32"] == moved["lmhead"]
+    assert moved["a"] == moved["lmhead-all-gather"] == others * (own + 4 * block)
+    assert moved["e"] == moved["a"]  # on a CPU DTensor gathers
+    assert moved["c"] == 2 * others * own + others * block
+    assert moved["g"] == moved["roof-gemm"] == 0 and moved["roof-all-to-all"] == others * block
+    assert {"cpu", "cores", "torch", "triton", "clock", "commit"} <= set(found["machine"])
+    limits = found["limits"]["4"]
+    assert min(limits[name] for name in ("memory", "math", "wire")) > 0
+    assert all(row["floor_ms"] > 0 for row in found["rows"])
+
+
+def test_a_compiled_peer_is_checked_and_counted_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "head", *SMALL, *("--ranks", "2", "--rows", "2", "--methods", "f"))
+    assert_sound(found["rows"])
+    assert found["rows"][0]["bytes"] == 2 * (32 + 501) * 2
+
+
+def test_exchange_over_rows_ranks_and_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--ranks", "1", "4", "--rows", "1", "3", "--dtype", "bf16", "fp32")
+    names = ("lmhead", "lmhead-fp32", "lmhead-all-gather", "a", "b", "d", "e", "h", "g")
+    found = as_json(
+        capsys, "exchange", "--vocab", "77", *sizes, "--rounds", "2", "--methods", *names
+    )
+    rows = found["rows"]
+    assert_sound(rows)
+    for row in rows:
+        assert row["name"] != "g"  # which exchanges nothing
+        block = row["rows"] * -(-77 // row["ranks"]) * {"bf16": 2, "fp32": 4}[row["dtype"]]
+        gathers = row["name"] in ("a", "e", "lmhead-all-gather")
+        times = row["ranks"] if gathers else 1
+        assert row["bytes"] == (row["ranks"] - 1) * block * times
+    cases = {(row["ranks"], row["rows"], row["dtype"]) for row in rows}
+    assert len(cases) == 8
+    # fp32 logits of fp32 operands are what lmhead gives anyway, and one rank has no other route.
+    assert not any(row["name"] == "lmhead-fp32" and row["dtype"] == "fp32" for row in rows)
+    assert not any(row["name"] == "lmhead-all-gather" and row["ranks"] == 1 for row in rows)
+
+
+def test_scale_shows_how_bytes_grow_and_draws_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = ("--vocab", "512", "--ranks", "1", "2", "4", "--rows", "1", "2", "4", "--rounds", "2")
+    saved = tmp_path / "scale.json"
+    text = bench(capsys, "scale", *sizes, "--plot", str(tmp_path), "--save", str(saved))
+    assert "growth of time and bytes" in text and f"drawn: {tmp_path}/scale.png" in text
+    found = results.load(saved)
+    moved = {(row.ranks, row.rows, row.name): row.bytes for row in found.rows}
+    for rows in (1, 2, 4):
+        assert moved[4, rows, "lmhead"] == rows * moved[4, 1, "lmhead"]
+        assert moved[4, rows, "lmhead-all-gather"] == 4 * moved[4, rows, "lmhead"]
+    assert moved[2, 2, "lmhead-all-gather"] == 2 * moved[2, 2, "lmhead"]
+    assert (tmp_path / "scale.png").stat().st_size > 10_000
+
+
+def test_kernels_times_every_config_of_the_table_beside_its_peers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the interpreter here, as the tests run it; on a CPU without it ours are torch's twins."""
+    sizes = ("--vocab", "96", "--hidden", "32", "--ranks", "2", "--rows", "3", "--rounds", "2")
+    found = as_json(capsys, "kernels", *sizes, "--plot", str(tmp_path))
+    assert [row["checked"] for row in found["rows"]] == ["checked"] * len(found["rows"])
+    names = {
+        part: [row["name"] for row in found["rows"] if row["part"] == part]
+        for part in ("gemm", "reassembly")
+    }
+    assert any(name.startswith("bulk") for name in names["gemm"]) and "library" in names["gemm"]
+    assert any(name.startswith("band") for name in names["reassembly"])
+    assert {"permute-reshape", "plain-copy"} < set(names["reassembly"])
+    assert (tmp_path / "kernels.png").exists() and (tmp_path / "kernels-roofline.png").exists()
+    padded = as_json(capsys, "kernels", *("--vocab", "95", *sizes[2:]))
+    assert any(row["name"].startswith("copy") for row in padded["rows"])
+
+
+def test_a_stranger_gets_a_table_a_picture_and_a_file(tmp_path: Path) -> None:
+    """Ranks started by the command itself, and no interpreter."""
+    pytest.importorskip("matplotlib")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    sizes = ("--vocab", "2048", "--hidden", "64", "--ranks", "2", "--rows", "4", "--rounds", "4")
+    names = ("--methods", "lmhead", "a", "b", "e", "roof-all-to-all")
+    files = ("--save", str(tmp_path / "run.json"), "--plot", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "lmhead.cli", "bench", "head", *sizes, *names, *files],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "cadence: isolated",
+        "of floor",
+        "a  all-gather + scatter",
+        "beyond the GEMM and the bare all-to-all",
+        "published by others and modelled",
+        "a sharded head beats a DP head below",
+        "drawn: ",
+    ):
+        assert words in done.stdout
+    assert "Warning" not in done.stderr
+    assert [row.name for row in results.load(tmp_path / "run.json").rows] == list(names[1:])
+    assert (tmp_path / "head-stages.png").exists() and (tmp_path / "head-roofline.png").exists()
+
+
+# Files and comparisons, of runs that nobody made.
+
+
+def made(ms: float, spread: float = 0.01, cadence: str = "isolated", kind: str = "head") -> Report:
+    row = Row("custom", 64, 8, 2, 3, "bf16", "lmhead", "lmhead, all-to-all", "bit for bit")
+    row.ms, row.spread_ms = ms, spread
+    row.stages = {"gemm": ms / 2, "exchange": ms / 2}
+    machine = {"cpu": "a CPU", "cores": 2, "gpus": 0, "torch": "2", "triton": "3", "commit": "x"}
+    return Report(kind, cadence, 4, machine | {"date": "2026-12-01T00:00"}, [row])
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, new: Report, *arguments: str) -> int:
+    made(10.0, spread=1.0).save(tmp_path / "old.json")
+    monkeypatch.setattr(command, "_measure", lambda arguments, cases: new)
+    return cli.main(["bench", "head", *SMALL, "--compare", str(tmp_path / "old.json"), *arguments])
+
+
+def test_compare_prints_ratio_and_spread_and_fails_past_a_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compared(monkeypatch, tmp_path, made(12.0, spread=1.2)) == 0
+    # 12 / 10, and 10 % of either's spread.
+    assert "1.200  0.240" in " ".join(capsys.readouterr().out.split()).replace(" ", "  ")
+    assert compared(monkeypatch, tmp_path, made(12.0, spread=1.2), "--fail-over", "25") == 0
+    assert compared(monkeypatch, tmp_path, made(12.0, spread=1.2), "--fail-over", "15") == 1
+    assert "past 15 %: lmhead by 20 % (+- 24 %)" in capsys.readouterr().out
+    assert compared(monkeypatch, tmp_path, made(5.0), "--fail-over", "0") == 0  # faster is no harm
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [(made(1.0, cadence="streaming"), "cadence"), (made(1.0, kind="exchange"), "kind")],
+)
+def test_unlike_runs_are_not_compared(new: Report, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        results.compare(made(1.0), new)
+
+
+def test_a_run_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    run = made(3.0)
+    run.save(tmp_path / "run.json")
+    assert results.load(tmp_path / "run.json") == run
+    assert "Infinity" not in (tmp_path / "run.json").read_text()
+
+
+def test_csv_names_the_machine_and_the_cadence(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = made(3.0).to_csv().splitlines()
+    comments = [line for line in lines if line.startswith("# ")]
+    assert "# cadence: isolated" in comments and "# cpu: a CPU" in comments
+    (at,) = csv.DictReader(lines[len(comments) :])
+    assert at["name"] == "lmhead" and at["ms"] == "3.0" and at["exchange ms"] == "1.5"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 7}', '{"format": 1, "rows": [{}]}'])
+def test_a_file_that_is_none_is_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    assert cli.main(["bench", "head", "--compare", str(tmp_path / "bad.json")]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "holds no saved benchmark" in lines[0]
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["sprint"],
+        ["head", "--rows", "0"],
+        ["head", "--ranks", "2", "4"],
+        ["head", "--model", "nothing"],
+        ["exchange", "--dtype", "int4"],
+        ["exchange", "--methods", "carrier-pigeon"],
+        ["exchange", "--cadence", "sometimes"],
+        ["head", "--late", "-1"],
+        ["kernels", "--rounds", "many"],
+        ["scale", "--json", "--csv"],
+        ["head", "--compare", "x", "--fail-over", "nan"],
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", *arguments])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("lmhead")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["head", "--fail-over", "5"], "--fail-over needs --compare"),
+        (["head", "--vocab", "10"], "--vocab needs --hidden"),
+        (["head", "--vocab", "10", "--hidden", "8", "--model", "kimi"], "not by both"),
+        (["head", "--save", "/nowhere/at/all.json"], "/nowhere/at is no directory"),
+        (["head", "--compare", "/nowhere.json"], "/nowhere.json"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 1
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert captured.out == "" and len(lines) == 1 and words in lines[0]
+
+
+def test_a_comparison_with_another_cadence_is_refused_before_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(1.0, cadence="streaming").save(tmp_path / "old.json")
+    monkeypatch.setattr(command, "_measure", lambda *_: pytest.fail("measured"))
+    assert cli.main(["bench", "head", "--compare", str(tmp_path / "old.json")]) == 1
+    assert "different questions" in capsys.readouterr().err
+    assert cli.main(["bench", "exchange", "--compare", str(tmp_path / "old.json")]) == 1
+    assert "holds a bench head" in capsys.readouterr().err
+
+
+def test_without_matplotlib_plot_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "head", "--plot", str(tmp_path)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines == ["lmhead: --plot needs matplotlib: pip install 'lmhead[bench]'"]
+
+
+def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    rich = report.render(made(3.0))
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    plain = report.render(made(3.0))
+    words = [line.split() for line in plain.splitlines()]
+    assert ["lmhead,", "all-to-all", "3.000", "0.010", "1.00"] in [line[:5] for line in words]
+    if importlib.util.find_spec("rich") is not None:
+        assert "─" in rich
+    assert "─" not in plain
+
+
+def test_every_peer_names_its_source() -> None:
+    from lmhead.bench import peers
+
+    assert peers.__doc__ is not None
+    table = [line for line in peers.__doc__.splitlines() if line.startswith("| ")]
+    rows = {line.split("|")[1].strip(): line for line in table}
+    assert set(PEERS) <= set(rows) and all(rows[name].count("|") == 4 for name in PEERS)

@@ -38,8 +38,9 @@ format: $(VENV)/.test
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
+# Kept as JSON in .benchmarks/; make bench ARGS=--benchmark-compare sets a run beside the last one.
 bench: $(VENV)/.test
-	$(RUN)/python -m pytest bench $(ARGS)
+	$(RUN)/python -m pytest bench --benchmark-autosave --benchmark-group-by=group $(ARGS)
 
 # Tests and timings on a GPU.  The one target without a set-up: such a machine brings a torch and a
 # Triton that suit its driver, and may have no network.  PYTHON=... names the Python that has them;

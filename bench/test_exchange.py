@@ -1,0 +1,34 @@
+"""The exchange of logits on four CPU ranks, under pytest-benchmark: `make bench`.
+
+Our routes and the peers of `lmhead.bench.peers`, DeepSeek-V4-Pro's vocabulary in bf16, all checked
+and timed interleaved in one run by `lmhead.bench.protocol`; the table has the slowest
+rank's seconds of every round.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from lmhead.bench.cases import MODELS, Case
+from lmhead.bench.protocol import Settings
+from lmhead.bench.replayed import ROUNDS, measured, timer
+
+MODEL = MODELS["deepseek-v4-pro"]
+NAMES = ("lmhead", "lmhead-fp32", "lmhead-all-gather", "a", "a-lean", "b", "d", "e", "h")
+
+
+@functools.cache
+def rounds_of(rows: int) -> dict[str, list[float]]:
+    case = Case(MODEL.name, MODEL.vocab, MODEL.hidden, 4, rows)
+    return measured(case, Settings(True, NAMES, rounds=ROUNDS, stages=False))
+
+
+@pytest.mark.benchmark(timer=timer)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 36])
+def test_exchange(benchmark: Any, rows: int, name: str) -> None:
+    benchmark.group = f"exchange, 4 ranks x {rows} rows, V = {MODEL.vocab}, bf16"
+    timer.give(benchmark, rounds_of(rows)[name])

@@ -47,7 +47,7 @@ class Method:
     name: str
     title: str
     whole: Callable[[], torch.Tensor]
-    staged: Callable[[Mark], torch.Tensor] | None
+    staged: Callable[[Mark], torch.Tensor]
     bytes: int  # that cross this rank's link in a call, by arithmetic
     roof: bool = False
     compiled: bool = False
@@ -198,7 +198,7 @@ def _roof(inputs: Inputs, name: str) -> Method:
             ops.run_gemm(plan, work, rows, inputs.weight, None, product)
             return product
 
-        return Method(name, "GEMM alone", multiply, None, 0, roof=True)
+        return _alone(name, "GEMM alone", multiply, GEMM, 0)
     received, sent = (torch.empty_like(inputs.partial).view(-1) for _ in range(2))
     sent.copy_(inputs.partial.view(-1))
 
@@ -207,7 +207,18 @@ def _roof(inputs: Inputs, name: str) -> Method:
         return received
 
     moved = (case.ranks - 1) * case.rows * case.shard * case.itemsize
-    return Method(name, "all-to-all alone", move, None, moved, roof=True)
+    return _alone(name, "all-to-all alone", move, EXCHANGE, moved)
+
+
+def _alone(
+    name: str, title: str, part: Callable[[], torch.Tensor], stage: str, moved: int
+) -> Method:
+    def staged(mark: Mark) -> torch.Tensor:
+        result = part()
+        mark(stage)
+        return result
+
+    return Method(name, title, part, staged, moved, roof=True)
 
 
 def build(inputs: Inputs, name: str, exchange_only: bool) -> Method | None:

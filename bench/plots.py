@@ -93,7 +93,7 @@ def _label(row: Row) -> str:
 
 def _stages(report: Report, case: Case, rows: Sequence[Row], path: Path) -> list[Path]:
     """A bar per method, its stages side by side, and a mark where the whole call ends."""
-    shown = [row for row in rows if row.stages]
+    shown = [row for row in rows if row.stages and not row.roof]
     if not shown:
         return []
     figure, (axis,) = _figure(8.0, 1.6 + 0.33 * len(shown))

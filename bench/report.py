@@ -133,26 +133,26 @@ def claims(rows: Sequence[Row]) -> Iterator[str]:
                 f"  {name} takes {peer.ms / ours.ms:.2f} times lmhead's time; "
                 f"lmhead takes {ours.ms / peer.ms:.2f} of it"
             )
-    mine, theirs = beyond(rows, OURS), beyond(rows, "b")
-    if mine is not None and theirs:
-        yield (
-            f"  beyond the GEMM and the bare all-to-all: lmhead {mine:.1f} ms, b {theirs:.1f} ms, "
-            f"ratio {mine / theirs:.2f}"
-        )
-        first, second = by_name[OURS].stages[REASSEMBLY], by_name["b"].stages[REASSEMBLY]
-        yield (
-            f"  reassembly alone: lmhead {first:.1f} ms, b {second:.1f} ms, "
-            f"ratio {first / second:.2f}"
-        )
+    for words, without in (
+        ("GEMM and the bare all-to-all", (GEMM,)),
+        ("that and the hidden gather", (GEMM, GATHER)),
+    ):
+        mine, theirs = beyond(rows, OURS, without), beyond(rows, "b", without)
+        if mine is not None and theirs:
+            yield (
+                f"  stages beyond {words}: lmhead {mine:.1f} ms, b {theirs:.1f} ms, "
+                f"ratio {mine / theirs:.2f}"
+            )
 
 
-def beyond(rows: Sequence[Row], name: str) -> float | None:
-    """Milliseconds of a method's stages that are neither the GEMM nor the bare all-to-all."""
+def beyond(rows: Sequence[Row], name: str, without: Sequence[str]) -> float | None:
+    """Milliseconds of a method's other stages, less what the bare all-to-all takes of them."""
     by_name = {row.name: row for row in rows}
     row, roof = by_name.get(name), by_name.get("roof-all-to-all")
-    if row is None or not row.stages or roof is None or not roof.ms:
+    if row is None or not row.stages or roof is None or EXCHANGE not in roof.stages:
         return None
-    return sum(ms for stage, ms in row.stages.items() if stage != GEMM) - roof.ms
+    rest = sum(ms for stage, ms in row.stages.items() if stage not in without)
+    return rest - roof.stages[EXCHANGE]
 
 
 def _kernel_table(title: str, rows: Sequence[Row]) -> Table:

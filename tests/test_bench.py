@@ -178,7 +178,7 @@ def test_a_stranger_gets_a_table_a_picture_and_a_file(tmp_path: Path) -> None:
         "cadence: isolated",
         "of floor",
         "a  all-gather + scatter",
-        "beyond the GEMM and the bare all-to-all",
+        "stages beyond GEMM and the bare all-to-all",
         "published by others and modelled",
         "a sharded head beats a DP head below",
         "drawn: ",

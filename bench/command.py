@@ -191,10 +191,18 @@ def _models(arguments: argparse.Namespace) -> tuple[list[Model], list[str]]:
         names = [DEFAULT_MODEL, *(others if arguments.kind == "scale" else [])]
     notes = []
     hidden = arguments.hidden
-    if hidden is None and arguments.kind in ("head", "kernels") and not torch.cuda.is_available():
+    if hidden is None and arguments.kind in ("head", "kernels") and not _on_cuda(arguments):
         hidden = suites.CPU_HIDDEN
         notes.append(f"H = {hidden}, not the model's own: this is a CPU; --hidden says another one")
     return [Model(name, MODELS[name].vocab, hidden or MODELS[name].hidden) for name in names], notes
+
+
+def _on_cuda(arguments: argparse.Namespace) -> bool:
+    """Whether the measuring will be done on CUDA."""
+    if arguments.kind == "kernels":
+        return torch.cuda.is_available()
+    most = max(arguments.ranks or DEFAULTS[arguments.kind][1])
+    return launch.on_cuda(launch.local_ranks(launch.world_size(most)))
 
 
 def _measure(arguments: argparse.Namespace, cases: Sequence[Case]) -> Report | None:

@@ -120,10 +120,8 @@ def _part(case: Case, part: str, device: torch.device, rounds: int, limits: Limi
     for name, words in failed.items():
         rows.append(Row.of(case, name, titles.get(name, name), words, part=part))
     for name, seconds in timed.items():
-        took = Timing(tuple(seconds))
         row = Row.of(case, name, titles.get(name, name), "checked", part=part, roof=name == COPY)
-        row.ms, row.spread_ms = took.median * 1e3, took.spread * 1e3
-        row.fastest_ms, row.slowest_ms = min(seconds) * 1e3, max(seconds) * 1e3
+        row.time(Timing(tuple(seconds)))
         row.floor_ms = stage.floor_us * 1e-3
         row.flags = _flags(stage, row, limits)
         rows.append(row)

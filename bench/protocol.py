@@ -16,8 +16,9 @@
    several back to back.
 5. Stages are timed in rounds of their own, with a barrier before every stage, so their sum is not
    the whole's time.
-6. On CUDA the device is drained around each window, and inputs rotate through more memory than L2
-   holds.  (Single kernels are timed by replays of a CUDA graph: `lmhead.bench.kernels_bench`.)
+6. On CUDA the device is drained before each window, events on the stream time it, and inputs
+   rotate through more memory than L2 holds.  (Single kernels are timed by replays of a CUDA graph:
+   `lmhead.bench.kernels_bench`.)
 7. A bandwidth beyond what the machine can do is flagged, never hidden.
 """
 
@@ -73,11 +74,8 @@ def measure_case(
     settings: Settings,
     limits: Limits,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    rounds: dict[str, list[float]] | None = None,
 ) -> list[Row]:
-    """The rows of one case; every rank of `group` calls and gets the same.  Every round's seconds
-    go into `rounds`, by method.
-    """
+    """The rows of one case; every rank of `group` calls and gets the same."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     assert ranks == case.ranks
     _agree(case, group, device, settings)
@@ -104,8 +102,6 @@ def measure_case(
     if rank == 1 and settings.late_s:
         time.sleep(settings.late_s)
     whole, by_stage = time_methods(found, group, device, settings, progress)
-    if rounds is not None:
-        rounds |= {name: list(timed.seconds) for name, timed in whole.items()}
     rows = []
     floor = _floor_ms(case, limits, settings.exchange_only)
     for name, verdict in verdicts.items():
@@ -113,9 +109,7 @@ def measure_case(
         if name in whole:
             method, took = found[name][0], by_stage.get(name, {})
             row.roof = method.roof
-            row.ms, row.spread_ms = whole[name].median * 1e3, whole[name].spread * 1e3
-            row.fastest_ms = min(whole[name].seconds) * 1e3
-            row.slowest_ms = max(whole[name].seconds) * 1e3
+            row.time(whole[name])
             row.stages = {stage: timed.median * 1e3 for stage, timed in took.items()}
             row.stage_spread = {stage: timed.spread * 1e3 for stage, timed in took.items()}
             row.bytes, row.counted_bytes = method.bytes, moved[name]

@@ -47,21 +47,17 @@ class Timer:
 timer = Timer()
 
 
-def job(
-    rank: int, ranks: int, device: torch.device, case: Case, settings: Settings
-) -> tuple[list[Row], dict[str, list[float]]]:
-    """One rank: the rows, checked, and the seconds of every round by method."""
+def job(rank: int, ranks: int, device: torch.device, case: Case, settings: Settings) -> list[Row]:
+    """One rank's part."""
     group = dist.group.WORLD
     assert group is not None
-    seconds: dict[str, list[float]] = {}
     with torch.inference_mode():
-        rows = protocol.measure_case(case, group, device, settings, UNLIMITED, rounds=seconds)
-    return rows, seconds
+        return protocol.measure_case(case, group, device, settings, UNLIMITED)
 
 
 def measured(case: Case, settings: Settings) -> dict[str, list[float]]:
-    """The rounds of every method, all of them right; on ranks that this starts."""
-    rows, seconds = launch.run(job, case.ranks, case, settings)
+    """Seconds of every round by method, all of them right; on ranks that this starts."""
+    rows: list[Row] = launch.run(job, case.ranks, case, settings)
     wrong = [f"{row.name}: {row.checked}" for row in rows if row.ms is None]
     assert not wrong, wrong
-    return seconds
+    return {row.name: [ms * 1e-3 for ms in row.each_ms] for row in rows}

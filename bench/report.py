@@ -128,10 +128,11 @@ def claims(rows: Sequence[Row]) -> Iterator[str]:
         return
     for name in ("a", "a-lean", "e", "b", "c"):
         peer = by_name.get(name)
-        if peer is not None and peer.ms:
+        if peer is not None and peer.each_ms:
+            slower, faster = peer.over(ours), ours.over(peer)
             yield (
-                f"  {name} takes {peer.ms / ours.ms:.2f} times lmhead's time; "
-                f"lmhead takes {ours.ms / peer.ms:.2f} of it"
+                f"  round by round, {name} takes {slower.median:.2f} +- {slower.spread:.2f} times "
+                f"lmhead's time, lmhead {faster.median:.2f} +- {faster.spread:.2f} of it"
             )
     for words, without in (
         ("GEMM and the bare all-to-all", (GEMM,)),

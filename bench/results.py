@@ -15,6 +15,7 @@ from typing import Any
 
 from lmhead.bench.cases import Case
 from lmhead.bench.roofline import Limits
+from lmhead.timing import Timing
 
 FORMAT = 1
 # What makes two rows of two files the same measurement.
@@ -24,8 +25,8 @@ KEY = ("model", "vocab", "hidden", "ranks", "rows", "dtype", "part", "name")
 @dataclass
 class Row:
     """One method at one size.  Milliseconds of the whole call: median over rounds of the slowest
-    rank, half the interquartile range, and the extremes; per stage the same.  No figure where the
-    check failed.
+    rank, half the interquartile range, and every round; median and spread of each stage.  No figure
+    where the check failed.
     """
 
     model: str
@@ -40,8 +41,7 @@ class Row:
     part: str = ""  # of `bench kernels`: "gemm" or "reassembly"
     ms: float | None = None
     spread_ms: float = 0.0
-    fastest_ms: float = 0.0
-    slowest_ms: float = 0.0
+    each_ms: list[float] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
     stage_spread: dict[str, float] = field(default_factory=dict)
     bytes: int = 0  # that cross a rank's link, by arithmetic
@@ -53,6 +53,17 @@ class Row:
     @classmethod
     def of(cls, case: Case, name: str, title: str, checked: str, **more: Any) -> Row:
         return cls(**asdict(case), name=name, title=title, checked=checked, **more)
+
+    def time(self, timed: Timing) -> None:
+        self.ms, self.spread_ms = timed.median * 1e3, timed.spread * 1e3
+        self.each_ms = [seconds * 1e3 for seconds in timed.seconds]
+
+    def over(self, other: Row) -> Timing:
+        """This one's time over another's of the same run, round by round: what slows the machine
+        for a while slows both.
+        """
+        pairs = zip(self.each_ms, other.each_ms, strict=True)
+        return Timing(tuple(mine / theirs for mine, theirs in pairs))
 
     @property
     def case(self) -> Case:
@@ -101,7 +112,8 @@ class Report:
         for name, value in {"kind": self.kind, "cadence": self.cadence, **self.machine}.items():
             text.write(f"# {name}: {value}\n")
         stages = list(dict.fromkeys(stage for row in self.rows for stage in row.stages))
-        names = [f.name for f in fields(Row) if f.name not in ("stages", "stage_spread", "flags")]
+        lists = ("stages", "stage_spread", "flags", "each_ms")
+        names = [f.name for f in fields(Row) if f.name not in lists]
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*names, *(f"{stage} ms" for stage in stages), "flags"])
         for row in self.rows:

@@ -60,8 +60,9 @@ def interleaved(
     method leaves behind (caches, freed pages) then meets each of the others in turn.  `barrier`
     lines the ranks up before each window, and so after the warm-up; `slowest` turns this rank's
     seconds into the maximum over ranks (called once, at the end).  A window holds `calls` calls and
-    counts for their mean.  On CUDA the device is drained before the clock is read.
+    counts for their mean.  On CUDA the device is drained before a window, and events time it.
     """
+    watch = _Watch(device, clock)
     for method in methods.values():
         for _ in range(warmup):
             method()
@@ -71,11 +72,10 @@ def interleaved(
             method = methods[name]
             drain(device)
             barrier()
-            begin = clock()
+            watch.start()
             for _ in range(calls):
                 method()
-            drain(device)
-            mine[name].append((clock() - begin) / calls)
+            mine[name].append(watch.stop() / calls)
         progress(done + 1, rounds)
     everyone = slowest([seconds for name in methods for seconds in mine[name]])
     return {
@@ -138,19 +138,43 @@ def _stages_of(
     clock: Callable[[], float],
 ) -> dict[str, float]:
     took: dict[str, float] = {}
+    watch = _Watch(device, clock)
     drain(device)
     barrier()
-    begin = clock()
+    watch.start()
 
     def mark(stage: str) -> None:
-        nonlocal begin
-        drain(device)
-        took[stage] = took.get(stage, 0.0) + clock() - begin
+        took[stage] = took.get(stage, 0.0) + watch.stop()
         barrier()
-        begin = clock()
+        watch.start()
 
     method(mark)
     return took
+
+
+class _Watch:
+    """Seconds from `start` to `stop`: by events on a CUDA device's stream, which tell what the
+    device did and not when the host noticed; by `clock` elsewhere.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device, self._clock, self._begin = device, clock, 0.0
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        if device.type == "cuda":
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        if self._events:
+            self._events[0].record(torch.cuda.current_stream(self._device))
+        self._begin = self._clock()
+
+    def stop(self) -> float:
+        if not self._events:
+            return self._clock() - self._begin
+        begin, end = self._events
+        end.record(torch.cuda.current_stream(self._device))
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
 
 
 def drain(device: torch.device) -> None:

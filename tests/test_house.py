@@ -110,6 +110,23 @@ def test_runtime_needs_torch_and_triton_alone(path: Path) -> None:
     assert inside - RUNTIME <= EXTRAS.get(path.stem, set())
 
 
+@pytest.mark.parametrize(
+    "path",
+    sorted(set((ROOT / "bench").glob("*.py")) - set((ROOT / "bench").glob("test_*.py"))),
+    ids=lambda path: path.stem,
+)
+def test_measuring_room_imports_extras_only_where_it_uses_them(path: Path) -> None:
+    """`lmhead --help` and the measuring itself need no rich, no matplotlib and no pytest."""
+    tree = ast.parse(path.read_text())
+    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {name.split(".")[0] for name in _names(ast.Module(top, []))}
+    assert names - set(sys.stdlib_module_names) <= RUNTIME
+    inside = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
+    assert inside - RUNTIME <= {"report": {"rich"}, "plots": {"matplotlib"}}.get(
+        path.stem, {"pytest"}
+    )
+
+
 def _names(tree: ast.AST) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):

@@ -47,7 +47,9 @@ def add(bench: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
         command.add_argument(
             "--model", nargs="+", choices=tuple(MODELS), default=[], help="models by name"
         )
-        command.add_argument("--vocab", type=positive, help="V, of a model that has no name here")
+        command.add_argument(
+            "--vocab", type=positive, nargs="+", default=[], help="V, of models that have no name"
+        )
         command.add_argument(
             "--hidden",
             type=positive,
@@ -180,12 +182,12 @@ def cases_of(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], list[str]
 
 def _models(arguments: argparse.Namespace) -> tuple[list[Model], list[str]]:
     names = arguments.model
-    if arguments.vocab is not None:
+    if arguments.vocab:
         if names:
             raise ValueError("a head is given by --model, or by --vocab and --hidden, not by both")
         if arguments.hidden is None and arguments.kind in ("head", "kernels"):
             raise ValueError("--vocab needs --hidden")
-        return [Model("custom", arguments.vocab, arguments.hidden or 1)], []
+        return [Model("custom", vocab, arguments.hidden or 1) for vocab in arguments.vocab], []
     if not names:
         others = [name for name in MODELS if name != DEFAULT_MODEL]
         names = [DEFAULT_MODEL, *(others if arguments.kind == "scale" else [])]

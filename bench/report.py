@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ def render(report: Report) -> str:
             parts += [f"  FLAG {row.name}: {flag}" for row in rows for flag in row.flags]
     if report.kind == "scale":
         parts.append(_scale_table(report))
+        parts += list(growth(report))
     if report.kind == "head":
         parts += ["", _published_table(), *_break_even_lines(report)]
     parts += report.notes
@@ -198,6 +201,45 @@ def _scale_table(report: Report) -> Table:
             )
         )
     return Table(f"{report.rows[0].dtype}; growth of time and bytes per rank", header, lines)
+
+
+def growth(report: Report) -> Iterator[str]:
+    """How time and bytes grow with B at the largest N: the exponent (1 is linear), and what one
+    more row costs, over the upper half of the row counts, where a call's fixed cost is small.
+    """
+    most, model = max(row.ranks for row in report.rows), report.rows[0].model
+    lines: dict[str, list[Row]] = {}
+    for row in report.rows:
+        if (row.ranks, row.model) == (most, model) and row.ms:
+            lines.setdefault(row.name, []).append(row)
+    per_row: dict[str, tuple[float, float]] = {}
+    for name, found in lines.items():
+        found.sort(key=lambda row: row.rows)
+        upper = found[len(found) // 2 :]
+        if len(upper) < 2:
+            continue
+        counts, times = [float(row.rows) for row in upper], [row.ms or 0.0 for row in upper]
+        exponent = _slope([math.log(b) for b in counts], [math.log(ms) for ms in times])
+        moved = [float(row.bytes) for row in upper]
+        per_row[name] = _slope(counts, times), _slope(counts, moved)
+        yield (
+            f"{found[0].title}, N = {most}: from B = {counts[0]:.0f} to {counts[-1]:.0f} time "
+            f"grows as B to the {exponent:.2f}; a row more is {per_row[name][0]:.3f} ms and "
+            f"{per_row[name][1] / 1e6:.3f} MB"
+        )
+    if OURS in per_row and "lmhead-all-gather" in per_row:
+        ours, gathers = per_row[OURS], per_row["lmhead-all-gather"]
+        yield (
+            f"a row more costs all-gather {gathers[0] / ours[0]:.1f} times the all-to-all's time "
+            f"and {gathers[1] / ours[1]:.1f} times its bytes (N = {most})"
+        )
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the least-squares line."""
+    middle, level = statistics.fmean(xs), statistics.fmean(ys)
+    over = sum((x - middle) * (y - level) for x, y in zip(xs, ys, strict=True))
+    return over / sum((x - middle) ** 2 for x in xs)
 
 
 def _published_table() -> Table:

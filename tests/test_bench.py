@@ -138,6 +138,24 @@ def test_scale_shows_how_bytes_grow_and_draws_it(
     assert (tmp_path / "scale.png").stat().st_size > 10_000
 
 
+def test_growth_is_read_off_the_upper_half_of_the_rows() -> None:
+    """A fixed cost of 1 ms, then 2 ms a row against 8; 10 bytes a row against 40."""
+    found = []
+    for name, cost in (("lmhead", 2.0), ("lmhead-all-gather", 8.0)):
+        for rows in (1, 2, 4, 64, 128, 256):
+            row = Row("custom", 64, 8, 4, rows, "bf16", name, name, "bit for bit")
+            row.ms, row.bytes = 1.0 + cost * rows, int(5e6 * cost * rows)
+            found.append(row)
+    lines = list(report.growth(Report("scale", "isolated", 3, {}, found)))
+    assert lines[0] == (
+        "lmhead, N = 4: from B = 64 to 256 time grows as B to the 1.00; a row more is 2.000 ms "
+        "and 10.000 MB"
+    )
+    assert lines[2].startswith(
+        "a row more costs all-gather 4.0 times the all-to-all's time and 4.0"
+    )
+
+
 def test_kernels_times_every_config_of_the_table_beside_its_peers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

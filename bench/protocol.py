@@ -27,8 +27,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,11 @@ def measure_case(
             row.stages = {stage: timed.median * 1e3 for stage, timed in took.items()}
             row.stage_spread = {stage: timed.spread * 1e3 for stage, timed in took.items()}
             row.bytes, row.counted_bytes = method.bytes, moved[name]
-            row.flags = _flags(row, case, limits, settings.exchange_only)
         rows.append(row)
+    reached = replace(limits, wire=max(limits.wire, *_bare_rates(rows)))
+    for row in rows:
+        if row.ms:
+            row.flags = _flags(row, case, reached, settings.exchange_only)
     return rows
 
 
@@ -337,6 +340,14 @@ def _floor_ms(case: Case, limits: Limits, exchange_only: bool) -> float:
         return floor_us(limits, case.step) * 1e-3
     parts = (EXCHANGE, REASSEMBLY)
     return sum(s.floor_us for s in stages(limits, case.step) if s.name in parts) * 1e-3
+
+
+def _bare_rates(rows: Sequence[Row]) -> list[float]:
+    """Bytes per second that the bare all-to-all reached at best in this run: the machine can do
+    that, however busy it was when its rates were measured.
+    """
+    bare = [row for row in rows if row.name == "roof-all-to-all" and row.each_ms]
+    return [0.0, *(row.bytes / (min(row.each_ms) * 1e-3) for row in bare)]
 
 
 def _flags(row: Row, case: Case, limits: Limits, exchange_only: bool) -> list[str]:

@@ -8,6 +8,7 @@ leaves a distinction to colour alone.
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ COLOURS = {
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 HATCHES = {GATHER: "", GEMM: "//", EXCHANGE: "", REASSEMBLY: ".."}
-DPI = 110
+DPI = 96
 
 
 def require() -> None:
@@ -69,13 +70,21 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any
 
 def _finish(figure: Any, report: Report, path: Path) -> list[Path]:
     figure.supxlabel(machine.line(report.machine), fontsize=7, color="#555555")
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
     return [path]
 
 
 def _short(ms: float | None) -> str:
     """Three digits."""
     return f"{ms:.0f}" if ms and ms >= 100 else f"{ms:.3g}"
+
+
+def _quartiles(row: Row) -> tuple[float, float]:
+    """How far the middle half of the rounds lies below and above the median."""
+    if row.ms is None or len(row.each_ms) < 2:
+        return 0.0, 0.0
+    low, _, high = statistics.quantiles(row.each_ms, n=4, method="inclusive")
+    return row.ms - low, high - row.ms
 
 
 def _log_ticks(axis: Any) -> None:
@@ -164,7 +173,7 @@ def _growth(report: Report, path: Path) -> list[Path]:
             axis.errorbar(
                 [getattr(row, what) for row in line],
                 [row.ms for row in line],
-                yerr=[row.spread_ms for row in line],
+                yerr=list(zip(*(_quartiles(row) for row in line), strict=True)),
                 label=line[0].title,
                 color=LINES[i % len(LINES)],
                 marker=MARKERS[i % len(MARKERS)],

@@ -150,13 +150,15 @@ def claims(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def beyond(rows: Sequence[Row], name: str, without: Sequence[str]) -> float | None:
-    """Milliseconds of a method's other stages, less what the bare all-to-all takes of them."""
+    """Milliseconds of a method's other stages, less what the bare all-to-all takes of its exchange
+    (where that came out faster than the bare one, it is nothing).
+    """
     by_name = {row.name: row for row in rows}
     row, roof = by_name.get(name), by_name.get("roof-all-to-all")
     if row is None or not row.stages or roof is None or EXCHANGE not in roof.stages:
         return None
-    rest = sum(ms for stage, ms in row.stages.items() if stage not in without)
-    return rest - roof.stages[EXCHANGE]
+    rest = sum(ms for stage, ms in row.stages.items() if stage not in (*without, EXCHANGE))
+    return rest + max(0.0, row.stages.get(EXCHANGE, 0.0) - roof.stages[EXCHANGE])
 
 
 def _kernel_table(title: str, rows: Sequence[Row]) -> Table:

@@ -259,6 +259,15 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert peer.over(ours).seconds == (2.0, 2.0, 2.0, 3.0) and peer.over(ours).median == 2.0
 
 
+def test_what_lies_beyond_the_collective_is_never_less_than_nothing() -> None:
+    ours, roof = (made(10.0).rows[0] for _ in range(2))
+    roof.name, roof.stages = "roof-all-to-all", {"exchange": 4.0}
+    ours.stages = {"hidden gather": 1.0, "gemm": 50.0, "exchange": 6.0, "reassembly": 2.0}
+    assert report.beyond([ours, roof], "lmhead", ["gemm"]) == 1.0 + (6.0 - 4.0) + 2.0
+    ours.stages["exchange"] = 3.0
+    assert report.beyond([ours, roof], "lmhead", ["gemm", "hidden gather"]) == 2.0
+
+
 def test_csv_names_the_machine_and_the_cadence(capsys: pytest.CaptureFixture[str]) -> None:
     lines = made(3.0).to_csv().splitlines()
     comments = [line for line in lines if line.startswith("# ")]

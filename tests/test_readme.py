@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lmhead
+from lmhead import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, HIDDEN, RANKS, ROWS, FEW = 129280, 8, 4, 36, (3, 0, 36, 1)
@@ -151,6 +152,19 @@ def test_make_targets_exist() -> None:
     assert targets and all(
         re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets
     )
+
+
+def test_bench_commands_and_pictures_exist() -> None:
+    """Every `lmhead bench` line is one that the command line takes; pictures are there, and
+    small.
+    """
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^\.venv/bin/lmhead (bench .*)$", text, flags=re.MULTILINE)
+    kinds = {cli._parser().parse_args(command.split()).kind for command in commands}
+    assert kinds == {"head", "exchange", "kernels", "scale"}
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == 2
+    assert all(1_000 < (ROOT / picture).stat().st_size < 100_000 for picture in pictures)
 
 
 def test_no_placeholder_is_left() -> None:

@@ -73,18 +73,17 @@ NAMES = (*(way.name for way in OUR_WAYS), *PEERS, *ROOFS)
 
 
 class _MarkedComm(Comm):
-    """A group's collectives that say where the stages of `ops.run_logits` end."""
+    """A group's collectives that say where the stages of `ops.run_logits` end.
+
+    Which stage a collective belongs to is told by its turn and not by its kind: the first of a head
+    call brings the hidden rows, by an all-gather or an all-to-all, the next one the logits.
+    """
 
     mark: Mark = staticmethod(unmarked)  # type: ignore[assignment]
-    gathered = True  # whether the hidden rows have come: then a gather is one of logits
+    gathered = True  # whether the hidden rows have come: then a collective is one of logits
     multiplies = False
 
     def gather(self, out: torch.Tensor, own: torch.Tensor, call: Call) -> None:
-        if not self.gathered:
-            super().gather(out, own, call)
-            self.gathered = True
-            self.mark(GATHER)
-            return
         self._moved(lambda: super(_MarkedComm, self).gather(out, own, call))
 
     def exchange(
@@ -100,6 +99,11 @@ class _MarkedComm(Comm):
         )
 
     def _moved(self, collective: Callable[[], None]) -> None:
+        if not self.gathered:
+            collective()
+            self.gathered = True
+            self.mark(GATHER)
+            return
         if self.multiplies:
             self.mark(GEMM)
         collective()

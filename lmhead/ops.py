@@ -30,6 +30,10 @@ from lmhead.workspace import Workspace
 
 KERNELS = ("triton", "torch")
 
+# Purposes of a workspace: own rows as an all-gather takes them, and once per rank for an
+# all-to-all.
+_OWN, _COPIES = "own rows", "copies of own rows"
+
 _op_calls = itertools.count(1)
 
 
@@ -159,19 +163,20 @@ def check_call(
 def run_gather(
     comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """Own rows [B, H] of every rank -> all rows [T, H], in rank order, by one true all-gather.
+    """Own rows [B, H] of every rank -> all rows [T, H], in rank order, by one collective.
 
-    An all-gather has no uneven form, so ranks with fewer rows send as many as the largest; their
-    tails are left out when the rows are closed up.
+    That is a true all-gather, except where an all-to-all does the same sooner
+    (`Comm.gathers_by_exchange`).  An all-gather has no uneven form, so ranks with fewer rows send
+    as many as the largest; their tails are left out when the rows are closed up.
     """
     if comm.ranks == 1:
         return hidden
+    if comm.gathers_by_exchange:
+        return _gather_by_exchange(comm, rows, work, hidden, call)
     width, largest = hidden.shape[1], rows.largest
     own = hidden
     if rows.own != largest or not hidden.is_contiguous():
-        own = work.take("own rows", largest * width, hidden.dtype, hidden.device).view(
-            largest, width
-        )
+        own = work.take(_OWN, largest * width, hidden.dtype, hidden.device).view(largest, width)
         own[: rows.own].copy_(hidden)
     even = work.take("gathered rows", comm.ranks * largest * width, hidden.dtype, hidden.device)
     comm.gather(even, own.view(-1), call)
@@ -187,12 +192,31 @@ def run_gather(
     return closed
 
 
-def reserve_gather(comm: Comm, largest: int, work: Workspace, like: torch.Tensor) -> None:
-    """Keep the buffer that `run_gather` needs for strided hidden rows, which a warm-up by
-    contiguous ones does not reach.
+def _gather_by_exchange(
+    comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
+) -> torch.Tensor:
+    """Every rank is sent a copy of the own rows.  An all-to-all takes split sizes: no count is
+    padded, and the rows land closed up.
     """
-    if comm.ranks > 1:
-        work.take("own rows", largest * like.shape[1], like.dtype, like.device)
+    ranks, own, width = comm.ranks, rows.own, hidden.shape[1]
+    copies = work.take(_COPIES, ranks * own * width, hidden.dtype, hidden.device)
+    copies.view(ranks, own, width).copy_(hidden)
+    gathered = work.take("gathered rows", rows.total * width, hidden.dtype, hidden.device)
+    out_splits = None if rows.uniform else [count * width for count in rows.counts]
+    in_splits = None if rows.uniform else [own * width] * ranks
+    comm.exchange(gathered, copies, out_splits, in_splits, call)
+    return gathered.view(rows.total, width)
+
+
+def reserve_gather(comm: Comm, largest: int, work: Workspace, like: torch.Tensor) -> None:
+    """Keep the buffer for own rows that `run_gather` may need after a warm-up that does not reach
+    it: for strided hidden rows where the warm-up's are contiguous, and for copies of as many rows
+    as the largest rank has, which may be this one in a later call.
+    """
+    if comm.ranks == 1:
+        return
+    purpose, times = (_COPIES, comm.ranks) if comm.gathers_by_exchange else (_OWN, 1)
+    work.take(purpose, times * largest * like.shape[1], like.dtype, like.device)
 
 
 def run_gemm(

@@ -61,7 +61,7 @@ def _job_a1(rank: int, ranks: int, rows: int, vocab: int) -> None:
         input_splits: list[int] | None = None,
         group: Any = None,
     ) -> None:
-        """Takes what a graph capture takes, and moves dim 0 in N equal parts."""
+        """Takes what a graph capture takes, and moves dim 0 in N equal parts; H == S."""
         for tensor in (output, input):
             assert tensor.dim() == 1 and tensor.is_contiguous(), tensor.shape
             assert tensor.numel() == ranks * rows * shard, tensor.numel()
@@ -80,7 +80,7 @@ def _job_a1(rank: int, ranks: int, rows: int, vocab: int) -> None:
             same(head.forward_gathered(hidden), want, kernels)
             partial = (hidden @ weight[rank * shard : (rank + 1) * shard].t()).contiguous()
             same(lmhead.exchange(partial, vocab_size=vocab, kernels=kernels), want, kernels)
-    assert len(seen) == 6, "one all-to-all per call"
+    assert len(seen) == 8, "one all-to-all per call, and one for hidden rows that gloo gathers"
 
 
 def test_a1_backend_sees_flat_views_of_all_elements() -> None:
@@ -214,10 +214,10 @@ def test_a3_crossed_order_names_op_and_call() -> None:
     for rank, (head, reduce) in enumerate(pool(2).run(_job_a3_crossed)):
         assert reduce.error == "RuntimeError"  # the plain collective beside the head fails as well
         assert head.error == "CollectiveError" and head.seconds < TIMEOUT_S + LATE_S
-        assert "lmhead logits: all_gather failed" in head.text and "call 1" in head.text
+        assert "lmhead logits: all_to_all failed" in head.text and "call 1" in head.text
         assert f"rank {rank} of 2" in head.text
         assert "give it a group of its own" in head.text
-        assert head.record["number"] == 1 and head.record["collective"] == "all_gather"
+        assert head.record["number"] == 1 and head.record["collective"] == "all_to_all"
 
 
 def test_a3_own_group_never_interleaves() -> None:
@@ -439,9 +439,9 @@ def test_a10_ranks_that_send_nothing() -> None:
     """Splits of zero are exact.
 
     The exchange sends each rank's true rows by split sizes: logits are wide (V), so padding them to
-    the largest count would multiply the bytes that this head exists to save.  Only the hidden
-    gather pads to the largest count, since an all-gather has no uneven form, and closes the rows up
-    afterwards; hidden rows are narrow.  The same over NCCL needs two GPUs (one rank moves nothing).
+    the largest count would multiply the bytes that this head exists to save.  So are hidden
+    rows sent on gloo; elsewhere their gather pads to the largest count, since an all-gather has no
+    uneven form (tests/test_gather.py).  The same over NCCL needs two GPUs (one rank moves nothing).
     """
     pool(2).run(_job_a10)
 
@@ -532,7 +532,7 @@ def test_a13_subgroups_use_group_ranks() -> None:
 def _job_a14(rank: int, ranks: int, folder: str) -> Caught:
     os.environ["LMHEAD_DUMP"] = folder
     group = own_group(timeout_s=TIMEOUT_S)
-    head = lmhead.LMHead(torch.ones(4, 4, dtype=torch.bfloat16), 8, group)
+    head = lmhead.LMHead(torch.ones(5, 4, dtype=torch.bfloat16), 10, group)
     hidden = torch.ones(3, 4, dtype=torch.bfloat16)
     head(hidden)
     if rank == 1:
@@ -555,11 +555,11 @@ def test_a14_timeout_says_who_waited_in_what(tmp_path: Path) -> None:
             assert words in found.text
         assert found.record == {
             "op": "logits",
-            "collective": "all_gather",
+            "collective": "all_to_all",
             "rank": rank,
             "ranks": 2,
             "rows": (3, 3),
-            "columns": 4,
+            "columns": 4,  # H: it waited for hidden rows
             "dtype": "bfloat16",
             "number": 2,
             "backend": "gloo",

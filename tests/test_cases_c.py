@@ -76,7 +76,8 @@ def test_c1_strided_hidden_is_exact() -> None:
     backend gets is always flat and contiguous.
     """
     for seen in pool(4).run(_job_c1):
-        assert len(seen) == len(KERNELS) * 5, "one all-to-all per call, none on the other route"
+        calls = len(KERNELS) * 5
+        assert len(seen) == calls * (2 + 1), "one of hidden rows, one of logits on the one route"
         assert all(sent.dims == (1, 1) and sent.contiguous for sent in seen)
 
 
@@ -189,13 +190,14 @@ def _job_c4(rank: int, ranks: int, rows: int, vocab: int) -> dict[str, Any]:
 
 def test_c4_send_and_receive_never_share_storage() -> None:
     """N = 3, b = 5, V = 21, where [N, b, S] and [b, V] overlap unevenly: exact, in place with the
-    kernels; the two address ranges of every exchange are apart, and shared ones are refused.
+    kernels; the two address ranges of every exchange, of hidden rows (H = 15) and of logits, are
+    apart, and shared ones are refused.
     """
     for found in pool(3).run(_job_c4, 5, 21):
-        assert len(found["seen"]) == 6
-        for sent in found["seen"]:
+        assert len(found["seen"]) == 12
+        for turn, sent in enumerate(found["seen"]):
             (receive, receive_end), (send, send_end) = sent.receive, sent.send
-            assert receive_end - receive == send_end - send == 3 * 5 * 7 * 4
+            assert receive_end - receive == send_end - send == 3 * 5 * (15, 7)[turn % 2] * 4
             assert receive_end <= send or send_end <= receive
         assert found["in place"] == {"torch": False, "triton": True}
         assert [overlap.error for overlap in found["overlaps"]] == ["AssertionError"] * 2
@@ -232,22 +234,25 @@ def _job_c5(rank: int, ranks: int) -> int:
         head = lmhead.LMHead(shard_of(weight, ranks, rank), VOCAB)
         same(head(hidden), want, "as it is")
         same(head(hidden, [ROWS] * ranks), want, "counts")
+        fallback = lmhead.LMHead(shard_of(weight, ranks, rank), VOCAB, route="all_gather")
+        same(fallback(hidden), want, "fallback")
         if hasattr(dist, "all_gather_single"):  # torch 2.11 has only the older name
             gather = dist.all_gather_single
             with (
                 mock.patch.object(dist, "all_gather_single", None),
                 mock.patch.object(dist, "all_gather_into_tensor", gather),
             ):
-                same(head(hidden), want, "older torch")
+                same(fallback(hidden), want, "older torch")
     return len(seen)
 
 
 def test_c5_only_collectives_that_gloo_always_had() -> None:
-    """The list form of all-to-all is never used: one `all_to_all_single` per call, one flat
-    all-gather, by whichever name this torch knows it, and nothing else.  (That the whole suite
-    passes on the oldest supported torch is for a run with that torch.)
+    """The list form of all-to-all is never used: `all_to_all_single` for hidden rows and logits, in
+    the fallback one flat all-gather, by whichever name this torch knows it, and nothing else.
+    (That the whole suite passes on the oldest supported torch is for a run with that torch.)
     """
-    assert pool(4).run(_job_c5) == [3] * 4
+    fallbacks = 1 + hasattr(dist, "all_gather_single")
+    assert pool(4).run(_job_c5) == [2 * 2 + fallbacks] * 4
 
 
 def _bits(dtype: torch.dtype, ranks: int) -> torch.Tensor:

@@ -277,8 +277,9 @@ def _job_d11(rank: int, ranks: int, weight: torch.Tensor) -> list[int]:
             assert head.weight.dtype == BF16
             with watched_exchange() as seen:
                 logits = head(hidden)
-            assert logits.dtype == seen[0].dtype == logits_dtype
-            moved.append(seen[0].nbytes)
+            rows, exchanged = seen
+            assert rows.dtype == BF16 and logits.dtype == exchanged.dtype == logits_dtype
+            moved.append(exchanged.nbytes)
             if logits_dtype == torch.float32:
                 assert float((logits - want).abs().max()) < 1e-3
                 through_bf16 = (logits.to(BF16) - want).abs().max()

@@ -25,6 +25,7 @@ ALLOWED = {
     "launch": set(),
     "ranges": set(),
     "order": set(),
+    "noise": set(),
     "memory": set(),
     "route": {"shapes"},
     "comm": {"shapes"},

@@ -4,8 +4,7 @@ functions that a draw needs, bit for bit the same wherever they run.
 A draw compares sums of logits and noise, and cuts a nucleus where a sum of probabilities passes a
 limit.  A last bit that differs between two libraries' logarithms would then be another token.  So
 everything here is made of integer operations and of fp32 products and sums that are rounded one by
-one, in a stated order; the twin in `lmhead.kernels.sample` does the same, without fused
-multiply-adds.
+one, in a stated order: a kernel that draws has to do the same, without fused multiply-adds.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
 gives four words for the ids 4*i to 4*i + 3: key = the seed's two words, counter = (i, the

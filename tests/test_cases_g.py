@@ -111,7 +111,10 @@ def _job_g3(rank: int, ranks: int) -> list[str]:
         captured = mock.patch.object(ops, "is_capturing", lambda device: True)
         with captured, taken.recording():
             head(hidden)
-        if taken != warm or not taken.kernels:
+        # The communicator warms both collectives; of a step on gloo, one has no need of the other.
+        spare = {("gather",)} if head._comm.gathers_by_exchange else set()
+        routes = taken.routes <= warm.routes <= taken.routes | spare
+        if taken.kernels != warm.kernels or not routes or not taken.kernels:
             wrong.append(f"V={vocab} {kernels}: {taken} is not {warm}")
     return wrong
 

@@ -27,8 +27,9 @@ from lmhead.bench.peers import (
 )
 from lmhead.chooser import DEFAULTS
 from lmhead.comm import Call, Comm
-from lmhead.head import LMHead, exchange
+from lmhead.head import LMHead
 from lmhead.ops import Plan
+from lmhead.own_gemm import exchange
 from lmhead.route import choose
 from lmhead.shapes import moved_bytes
 from lmhead.timing import Mark

@@ -2,6 +2,8 @@
 
     LMHead           the head as a module: own rows in, their logits over the whole vocabulary out
     exchange         the same exchange under a caller's own GEMM
+    sample_exchange  the draw of `LMHead.sample` under a caller's own GEMM
+    Sample           what a draw gives
     DecodeGraphs     a decode step replayed from CUDA graphs, one per row bucket
     Workspace        kept buffers for `exchange`
     CollectiveError  what a failed or timed-out collective raises
@@ -12,7 +14,18 @@ Importing this registers the operators of torch.ops.lmhead; it touches no device
 from lmhead.comm import CollectiveError
 from lmhead.graphs import DecodeGraphs
 from lmhead.head import VERSION as __version__
-from lmhead.head import LMHead, exchange
+from lmhead.head import LMHead
+from lmhead.own_gemm import exchange, sample_exchange
+from lmhead.sampling import Sample
 from lmhead.workspace import Workspace
 
-__all__ = ["CollectiveError", "DecodeGraphs", "LMHead", "Workspace", "__version__", "exchange"]
+__all__ = [
+    "CollectiveError",
+    "DecodeGraphs",
+    "LMHead",
+    "Sample",
+    "Workspace",
+    "__version__",
+    "exchange",
+    "sample_exchange",
+]

@@ -1,10 +1,9 @@
-"""`LMHead`, the module that serves, and `exchange`, the same step under a caller's own GEMM."""
+"""`LMHead`, the module that serves."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,26 +12,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lmhead import (
+    draw,
     memory,
     operators,  # noqa: F401  registers torch.ops.lmhead
     ops,
+    order,
+    sample_operators,
+    sampling,
     shapes,
 )
 from lmhead.chooser import DEFAULTS, Chooser
-from lmhead.comm import Call, Comm, identify
+from lmhead.comm import Call, Comm
 from lmhead.memory import Memory
 from lmhead.ops import Plan
 from lmhead.route import Route, choose
+from lmhead.sampling import Form, Request, Sample
 from lmhead.shapes import Rows
 from lmhead.tables import Choice
 from lmhead.workspace import Workspace
 
 VERSION = "0.1.0"
 
-_exchange_calls = itertools.count(1)
-
-# What a capture must find ready: the row counts, and of `out` its row stride and alignment.
-_WarmKey = tuple[tuple[int, ...], tuple[int, int] | None]
+# What a capture must find ready: the row counts, and of `out` its row stride and alignment; or, of
+# a draw, the form of its messages and whether full logits are exchanged for it.
+_WarmKey = tuple[tuple[int, ...], tuple[int, int] | tuple[Form, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -263,8 +266,68 @@ class LMHead(nn.Module):
             return self._forward_compiled(gathered, row_counts, out, gathered=True)
         return self._call(gathered, row_counts, out, gathered=True)
 
+    def sample(
+        self,
+        hidden: torch.Tensor,
+        *,
+        row_counts: Sequence[int] | None = None,
+        route: str | None = None,
+        details: bool = False,
+        **parameters: Any,
+    ) -> torch.Tensor | Sample:
+        """hidden [B, H], this rank's own rows -> their next tokens, ids [B] int64; -1 for a row
+        that has none (all NaN or masked).  Logits are not exchanged: each shard sends its
+        candidates to the row's owner, kilobytes.
+
+        With `logprobs`, `logprob_ids` or `details=True` the result is a `Sample`, which holds the
+        log-probabilities, each row's status and the route as well.
+
+        Parameters are numbers or [B] tensors on the head's device, in any mixture, and are applied
+        in this order:
+            mask: [B, V] bool, or [B, ceil(V / 32)] int32 of bits, lowest first; true allows.
+            logit_bias: (ids [B, M], values [B, M]), added; ids are padded with -1.
+            repetition_penalty, frequency_penalty, presence_penalty: as vLLM defines them, over
+                prompt_tokens [B, P] (repetition alone) and output_tokens [B, O], padded with -1.
+            temperature: 1.0 by default; below 1e-5 greedy, the lowest id among equals.
+            min_p: tokens at least so likely as the likeliest times min_p.
+            top_k: the k most likely, the lowest ids among equals; 0, -1, None or k >= V: all.
+            top_p: the most likely until their mass reaches top_p of what the others left.
+            seeds, positions: int64.  The noise is a function of the row's seed, its position and
+                the token's id alone: the same token for every N, batch and kernel.  A row with seed
+                -1, or all without `seeds`, draws from torch's default generator, apart on each
+                rank.
+        and about the answer:
+            logprobs: None, or the number n of most likely tokens to give beside the drawn one; of
+                the model's own logits, before all of the above.
+            logprob_ids: [B, L] ids whose log-probability is asked for; -1 for none.
+            candidates: C, per shard and row: top_k's number or 64 where there is need of more than
+                one.
+            fallback: where C candidates do not cover a row (top-p or min-p without top-k, or a
+                tensor's k above C), all ranks exchange full logits for it in the same call, which
+                `last_route` and the result say.  False gives such rows id -1 and waits for no
+                device; a capture wants that.
+
+        Numbers, the presence of a tensor and the width of a list are the same on every rank, like
+        `row_counts`; what a tensor holds is each rank's own.  `route` "all_to_all" or "all_gather"
+        draws from full logits.  Values of CUDA tensors are checked under LMHEAD_CHECK=1 alone.
+
+        Raises as `forward` does.
+        """
+        request = Request(**parameters)
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._open()
+            sample = self._sample_compiled(hidden, row_counts, route, request)
+        else:
+            sample = self._sample(hidden, row_counts, route, request)
+        plain = request.logprobs is None and request.logprob_ids is None and not details
+        return sample.ids if plain else sample
+
     def warmup(
-        self, rows: int | Iterable[int | Sequence[int]], out: torch.Tensor | None = None
+        self,
+        rows: int | Iterable[int | Sequence[int]],
+        out: torch.Tensor | None = None,
+        sample: Mapping[str, Any] | None = None,
     ) -> WarmupReport:
         """Do everything that a first call does, for each entry of `rows`, before a capture or a
         memory measurement.
@@ -272,7 +335,9 @@ class LMHead(nn.Module):
         An entry is B, the same on every rank, or a list of N counts.  Runs both collectives once
         with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
         kernel; after it nothing persistent is allocated.  With `out`, a buffer of at least as many
-        rows, calls that write into it are made ready as well.  Every rank calls with the same rows.
+        rows, calls that write into it are made ready as well; with `sample`, parameters of
+        `LMHead.sample` (tensors of at least as many rows), such draws.  Every rank calls with the
+        same rows.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
@@ -311,6 +376,8 @@ class LMHead(nn.Module):
                 self._call(hidden, given, None, gathered=False, warming=True)
                 if out is not None:
                     self._call(hidden, given, out[: counts.own], gathered=False, warming=True)
+                if sample is not None:
+                    self._warm_sample(hidden, given, sample)
         after = memory.read(device)
         return WarmupReport(
             rows=tuple(counts.counts for counts in wanted),
@@ -444,28 +511,16 @@ class LMHead(nn.Module):
         warming: bool = False,
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return _untraced(
+            return order.untraced(
                 LMHead._call, self, hidden, row_counts, out, gathered=gathered, warming=warming
             )
-        self._open()
-        capturing = ops.is_capturing(self.weight.device)
-        if self._settled != self._form():
-            if capturing:
-                raise RuntimeError(
-                    "the head was moved or cast after its last call: call warmup(rows) before "
-                    "capturing"
-                )
-            self._settle_again()
-        self._calls += 1
+        capturing = self._begin()
         plan, error = None, None
         try:
             plan = self._checked_plan(hidden, row_counts, out, gathered)
         except (ValueError, TypeError) as caught:
             error = caught
-        if self._check_calls and not capturing:
-            self._agree(plan, error, gathered)
-        if error is not None:
-            raise error
+        self._agree(plan, error, capturing, op="logits", gathered=gathered)
         assert plan is not None
         key = (plan.rows.counts, None if out is None else (out.stride(0), out.data_ptr() % 16))
         if capturing:
@@ -489,6 +544,20 @@ class LMHead(nn.Module):
             self._warmed.add(key)
         return result
 
+    def _begin(self) -> bool:
+        """Start an eager call; whether a graph is being captured."""
+        self._open()
+        capturing = ops.is_capturing(self.weight.device)
+        if self._settled != self._form():
+            if capturing:
+                raise RuntimeError(
+                    "the head was moved or cast after its last call: call warmup(rows) before "
+                    "capturing"
+                )
+            self._settle_again()
+        self._calls += 1
+        return capturing
+
     def _checked_plan(
         self,
         hidden: torch.Tensor,
@@ -508,23 +577,101 @@ class LMHead(nn.Module):
         shapes.check_no_overlap(out, **{what: hidden, "weight": self.weight, "bias": self.bias})
         return self._plan(rows)
 
-    def _agree(self, plan: Plan | None, error: Exception | None, gathered: bool) -> None:
-        counts = () if plan is None else plan.rows.counts
-        fields = {
-            "op": "logits",
-            "call": self._calls,
-            "row_counts": list(counts),
-            "gathered": gathered,
-        }
-        dtype = str(self._wire_dtype).removeprefix("torch.")
-        call = Call("check", counts, self.shard, dtype, self._calls)
-        self._comm.agree(fields, error, call, self.weight.device)
+    def _agree(
+        self, plan: Plan | None, error: Exception | None, capturing: bool, **said: object
+    ) -> None:
+        """Raise `error`, what this rank found wrong; under LMHEAD_CHECK=1 all ranks go on with the
+        same call, or all raise.
+        """
+        if self._check_calls and not capturing:
+            counts = () if plan is None else plan.rows.counts
+            fields = {**said, "call": self._calls, "row_counts": list(counts)}
+            dtype = str(self._wire_dtype).removeprefix("torch.")
+            call = Call("check", counts, self.shard, dtype, self._calls)
+            self._comm.agree(fields, error, call, self.weight.device)
+        if error is not None:
+            raise error
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        route: str | None,
+        request: Request,
+        warming: bool = False,
+    ) -> Sample:
+        if torch.compiler.is_compiling():
+            return order.untraced(LMHead._sample, self, hidden, row_counts, route, request, warming)
+        capturing = self._begin()
+        plan, error, form = None, None, Form()
+        device = self.weight.device
+        full = route is not None
+        try:
+            plan = self._checked_plan(hidden, row_counts, None, False)
+            form = request.form(self.vocab_size, self._sampled_columns)
+            look = not capturing and (device.type == "cpu" or self._check_calls)
+            request.check(hidden.shape[0], self.vocab_size, device, look)
+            if full:
+                plan = replace(plan, route=choose(self.ranks, self._comm.backend, route))
+        except (ValueError, TypeError) as caught:
+            error = caught
+        said = {"op": "sample", "form": form.to_list(), "sample route": route}
+        self._agree(plan, error, capturing, **said)
+        assert plan is not None
+        key = (plan.rows.counts, (form, full))
+        if capturing:
+            self._require_warm(key)
+            if form.may_miss and form.fallback and not full:
+                raise RuntimeError(draw.not_known_in_a_capture(form))
+            if self.ranks == 1 and plan.kernels == "triton":
+                _require_plain(hidden)
+        self._workspace.capturing(capturing)
+        rank, rows = self._comm.rank, plan.rows.own
+        unseeded = sampling.unseeded(rows, rank, device)
+        sample = draw.run_sample(
+            self._comm,
+            plan,
+            self._workspace,
+            hidden,
+            self.weight,
+            self.bias,
+            request.records(rows, form, self.vocab_size, device, unseeded),
+            request.mask,
+            full=full,
+            number=self._calls,
+        )
+        self._last_route = sample.route
+        if warming:
+            self._warmed.add(key)
+        return sample
+
+    def _warm_sample(
+        self, hidden: torch.Tensor, row_counts: list[int] | None, parameters: Mapping[str, Any]
+    ) -> None:
+        """A draw for as many rows as `hidden` has, whose tensors may have more."""
+        count = hidden.shape[0]
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(cut, value))
+            return value[:count] if isinstance(value, torch.Tensor) else value
+
+        given = {name: cut(value) for name, value in parameters.items()}
+        route = given.pop("route", None)
+        self._sample(hidden, row_counts, route, Request(**given), warming=True)
+
+    @property
+    def _sampled_columns(self) -> int:
+        """Columns among which a shard looks for candidates."""
+        return self.vocab_size if self.ranks == 1 else self.shard
 
     def _require_warm(self, key: _WarmKey) -> None:
         if key not in self._warmed:
             counts, layout = key
             rows = counts[0] if len(set(counts)) == 1 else list(counts)
             extra = "" if layout is None else ", out=that buffer"
+            if layout is not None and isinstance(layout[0], Form):
+                extra = ", sample=those parameters"
             raise RuntimeError(
                 f"rows {rows} are captured before they were warmed up: call "
                 f"warmup(rows=[{rows}]{extra}) before the "
@@ -579,6 +726,46 @@ class LMHead(nn.Module):
         op(*given, *arguments, out)
         return out
 
+    def _sample_compiled(
+        self,
+        hidden: torch.Tensor,
+        row_counts: Sequence[int] | None,
+        route: str | None,
+        request: Request,
+    ) -> Sample:
+        """In compiled code a draw is one opaque operator, as `_forward_compiled` says."""
+        if self._deterministic:
+            raise RuntimeError(
+                "a deterministic head has no operator for compiled code: call it eagerly, or "
+                "compile without fullgraph=True, so that it runs between two graphs"
+            )
+        logits_dtype, wire_dtype = shapes.resolve_dtypes(
+            self.weight.dtype, self._asked_logits, self._asked_wire
+        )
+        shapes.check_no_grad(hidden=hidden, weight=self.weight, bias=self.bias)
+        rows, device = hidden.shape[0], self.weight.device
+        form = request.form(self.vocab_size, self._sampled_columns)
+        request.check(rows, self.vocab_size, device, False)
+        unseeded = sampling.unseeded(rows, self._comm.rank, device)
+        return sample_operators.sample(
+            hidden,
+            request.records(rows, form, self.vocab_size, device, unseeded),
+            request.mask,
+            self.weight,
+            self.bias,
+            self.vocab_size,
+            self._comm.name,
+            self.ranks,
+            float(self.scale),
+            self.softcap,
+            logits_dtype,
+            wire_dtype,
+            row_counts,
+            self._asked_kernels or "",
+            self._asked_route or "" if route is None else route,
+            full=route is not None,
+        )
+
     def _entry(self, entry: int | Sequence[int]) -> Rows:
         ranks, rank = self._comm.ranks, self._comm.rank
         if isinstance(entry, int):
@@ -588,97 +775,6 @@ class LMHead(nn.Module):
     def _open(self) -> None:
         if self._closed:
             raise RuntimeError("this LMHead is closed")
-
-
-def exchange(
-    partial: torch.Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    row_counts: Sequence[int] | None = None,
-    logits_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    route: str | None = None,
-    kernels: str | None = None,
-) -> torch.Tensor:
-    """partial [T, S], this rank's columns of all gathered rows -> logits [B, V], all columns of its
-    own rows.
-
-    For a caller's own GEMM (quantised, LoRA): rows stand in rank order, T a multiple of N or the
-    sum of `row_counts`, S the same on all ranks.  `partial` travels in its own dtype; bf16 or fp16
-    may arrive as `logits_dtype` float32. fp8 and integers are moved untouched.  A strided partial
-    is copied first.  `out` as in `LMHead.forward`.
-
-    A `workspace` (`lmhead.Workspace()`) keeps the buffers between calls; without one they are
-    fresh.  Compiled code has a pool of its own and leaves the workspace alone.  Only LMHEAD_CHECK=1
-    compares the ranks' arguments: there is no constructor that could have done so.
-
-    Raises as `LMHead.forward` does.
-    """
-    if torch.compiler.is_compiling():
-        return _exchange_compiled(
-            partial, vocab_size, group, row_counts, logits_dtype, out, route, kernels
-        )
-    return _exchange(
-        partial, vocab_size, group, row_counts, logits_dtype, out, workspace, route, kernels
-    )
-
-
-def _exchange(
-    partial: torch.Tensor,
-    vocab_size: int,
-    group: dist.ProcessGroup | DeviceMesh | None,
-    row_counts: Sequence[int] | None,
-    logits_dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-    workspace: Workspace | None,
-    route: str | None,
-    kernels: str | None,
-) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return _untraced(
-            _exchange,
-            partial,
-            vocab_size,
-            group,
-            row_counts,
-            logits_dtype,
-            out,
-            workspace,
-            route,
-            kernels,
-        )
-    if not isinstance(partial, torch.Tensor):
-        raise TypeError(f"partial must be a tensor, got {type(partial).__name__}")
-    comm = Comm(group, partial.device)
-    number = next(_exchange_calls)
-    plan, error = None, None
-    try:
-        plan = ops.exchange_plan(
-            comm, partial, vocab_size, row_counts, logits_dtype, kernels, route
-        )
-        shapes.check_out(out, plan.rows.own, vocab_size, plan.logits_dtype, partial.device)
-        shapes.check_no_overlap(out, partial=partial)
-    except (ValueError, TypeError) as caught:
-        error = caught
-    ops.check_call(comm, plan, error, "exchange", number, partial.device)
-    assert plan is not None
-    work = Workspace()
-    if workspace is not None:
-        work = workspace
-        work.capturing(ops.is_capturing(partial.device))
-    if not partial.is_contiguous():
-        kept = work.take("contiguous partial", partial.numel(), partial.dtype, partial.device)
-        partial = kept.view(partial.shape).copy_(partial)
-    call = Call(
-        "exchange",
-        plan.rows.counts,
-        plan.shard,
-        str(plan.wire_dtype).removeprefix("torch."),
-        number,
-    )
-    return ops.run_exchange(comm, plan, work, partial, out=out, call=call)
 
 
 def _require_plain(hidden: torch.Tensor) -> None:
@@ -691,45 +787,6 @@ def _require_plain(hidden: torch.Tensor) -> None:
             "but warmup made the kernel ready for contiguous rows that start on a 16-byte border: "
             "copy them into such a buffer first"
         )
-
-
-def _untraced(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Where a tracer that gave up on the caller comes in by the back door: one that took the
-    collectives apart would leave ranks waiting for one that still compiles.
-    """
-    # Here and not as a decorator, which would load the compiler (a second) with the package.
-    return torch.compiler.disable(function)(*args, **kwargs)
-
-
-def _exchange_compiled(
-    partial: torch.Tensor,
-    vocab_size: int,
-    group: dist.ProcessGroup | DeviceMesh | None,
-    row_counts: Sequence[int] | None,
-    logits_dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-    route: str | None,
-    kernels: str | None,
-) -> torch.Tensor:
-    """`exchange` in compiled code: one opaque operator, which validates when it runs."""
-    shapes.check_no_grad(partial=partial)
-    name, ranks, rank = identify(group)
-    rows = shapes.traced_share(partial.shape[0], row_counts, ranks, rank)
-    arguments = (
-        partial,
-        rows,
-        vocab_size,
-        name,
-        ranks,
-        partial.dtype if logits_dtype is None else logits_dtype,
-        row_counts,
-        kernels or "",
-        route or "",
-    )
-    if out is None:
-        return torch.ops.lmhead.exchange(*arguments)
-    torch.ops.lmhead.exchange_out(*arguments, out)
-    return out
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

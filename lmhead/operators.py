@@ -27,7 +27,7 @@ from lmhead.ops import Plan
 from lmhead.route import choose
 from lmhead.shapes import Rows
 
-_HEAD = (
+HEAD = (
     "Tensor weight, Tensor? bias, int vocab_size, str group_name, int ranks, float scale, "
     "float? softcap, ScalarType logits_dtype, ScalarType wire_dtype, SymInt[]? row_counts, "
     "str kernels, str route"
@@ -40,7 +40,7 @@ _OUT = "Tensor(a!) out"
 
 
 @torch.library.custom_op(
-    "lmhead::logits", mutates_args=(), schema=f"(Tensor hidden, {_HEAD}) -> Tensor"
+    "lmhead::logits", mutates_args=(), schema=f"(Tensor hidden, {HEAD}) -> Tensor"
 )
 def logits_op(*arguments: Any) -> torch.Tensor:
     """hidden [B, H], weight [S, H], bias [S] -> logits [B, V] of `logits_dtype`, fresh.
@@ -53,7 +53,7 @@ def logits_op(*arguments: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    "lmhead::logits_out", mutates_args=("out",), schema=f"(Tensor hidden, {_HEAD}, {_OUT}) -> ()"
+    "lmhead::logits_out", mutates_args=("out",), schema=f"(Tensor hidden, {HEAD}, {_OUT}) -> ()"
 )
 def logits_out_op(*arguments: Any) -> None:
     """`lmhead::logits` into the last argument, `out` [B, V], whose columns are contiguous."""
@@ -64,7 +64,7 @@ def logits_out_op(*arguments: Any) -> None:
 @torch.library.custom_op(
     "lmhead::logits_gathered",
     mutates_args=(),
-    schema=f"(Tensor gathered, SymInt rows, {_HEAD}) -> Tensor",
+    schema=f"(Tensor gathered, SymInt rows, {HEAD}) -> Tensor",
 )
 def logits_gathered_op(gathered: torch.Tensor, rows: int, *arguments: Any) -> torch.Tensor:
     """gathered [T, H] in rank order, of which `rows` = B are this rank's -> logits [B, V], fresh.
@@ -77,7 +77,7 @@ def logits_gathered_op(gathered: torch.Tensor, rows: int, *arguments: Any) -> to
 @torch.library.custom_op(
     "lmhead::logits_gathered_out",
     mutates_args=("out",),
-    schema=f"(Tensor gathered, SymInt rows, {_HEAD}, {_OUT}) -> ()",
+    schema=f"(Tensor gathered, SymInt rows, {HEAD}, {_OUT}) -> ()",
 )
 def logits_gathered_out_op(gathered: torch.Tensor, rows: int, *arguments: Any) -> None:
     """`lmhead::logits_gathered` into the last argument, `out` [B, V]."""

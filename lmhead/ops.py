@@ -138,9 +138,11 @@ def check_call(
     op: str,
     number: int,
     device: torch.device,
+    **said: object,
 ) -> None:
     """Raise `error`, what this rank found wrong with its call; under LMHEAD_CHECK=1 all ranks go on
-    with the same call, or all raise.  For calls that belong to no head.
+    with the same call, or all raise.  For calls that belong to no head; `said` has to be equal on
+    all ranks as well.
     """
     if checking() and not is_capturing(device):
         fields: dict[str, object] = {}
@@ -154,6 +156,7 @@ def check_call(
                 "shard": plan.shard,
                 "dtype": call.dtype,
                 "route": plan.route.name,
+                **said,
             }
         comm.agree(fields, error, call, device)
     if error is not None:
@@ -384,40 +387,28 @@ def logits_by_name(
 
     Arguments are those of `torch.ops.lmhead.logits`.  Temporaries come from the allocator.
     """
-    comm, number = _op_comm(group_name, ranks, hidden.device), next(_op_calls)
+    comm, number = op_comm(group_name, ranks, hidden.device), next(_op_calls)
     what = "hidden" if gathered is None else "gathered"
     plan, error = None, None
     try:
-        shapes.check_weight(weight, bias)
-        shapes.check_hidden(hidden, weight, what)
-        shapes.check_epilogue(scale, softcap)
-        shapes.check_vocab(vocab_size, weight.shape[0], ranks)
-        logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
-        counts = _listed(row_counts)
-        if gathered is None:
-            rows = shapes.own_rows(hidden.shape[0], counts, comm.ranks, comm.rank)
-        else:
-            rows = shapes.gathered_rows(hidden.shape[0], counts, comm.ranks, comm.rank, what)
-            shapes.check_own(rows, gathered, what)
-        shapes.check_out(out, rows.own, vocab_size, logits_dtype, hidden.device)
-        shapes.check_no_overlap(out, **{what: hidden, "weight": weight, "bias": bias})
-        chosen = choose_kernels(kernels, hidden.device)
-        configs = DEFAULTS
-        if chosen == "triton":
-            sizes = sizes_of(weight, wire_dtype, logits_dtype)
-            configs = shipped_configs(hidden.device).configs(rows, sizes)
-        plan = Plan(
-            rows,
-            weight.shape[0],
+        plan = head_plan(
+            comm,
+            hidden,
+            weight,
+            bias,
             vocab_size,
-            logits_dtype,
-            wire_dtype,
-            chosen,
-            choose(comm.ranks, comm.backend, asked_route(route)),
             scale,
             softcap,
-            configs,
+            logits_dtype,
+            wire_dtype,
+            row_counts,
+            kernels,
+            route,
+            gathered=gathered,
         )
+        own = plan.rows.own
+        shapes.check_out(out, own, vocab_size, plan.logits_dtype, hidden.device)
+        shapes.check_no_overlap(out, **{what: hidden, "weight": weight, "bias": bias})
     except (ValueError, TypeError) as caught:
         error = caught
     check_call(comm, plan, error, "logits", number, hidden.device)
@@ -435,6 +426,54 @@ def logits_by_name(
     )
 
 
+def head_plan(
+    comm: Comm,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab_size: int,
+    scale: float,
+    softcap: float | None,
+    logits_dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    row_counts: Sequence[int] | None,
+    kernels: str,
+    route: str,
+    *,
+    gathered: int | None = None,
+) -> Plan:
+    """Validate a head's operands and say how the call runs; arguments as in `logits_by_name`."""
+    what = "hidden" if gathered is None else "gathered"
+    shapes.check_weight(weight, bias)
+    shapes.check_hidden(hidden, weight, what)
+    shapes.check_epilogue(scale, softcap)
+    shapes.check_vocab(vocab_size, weight.shape[0], comm.ranks)
+    logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
+    counts = listed(row_counts)
+    if gathered is None:
+        rows = shapes.own_rows(hidden.shape[0], counts, comm.ranks, comm.rank)
+    else:
+        rows = shapes.gathered_rows(hidden.shape[0], counts, comm.ranks, comm.rank, what)
+        shapes.check_own(rows, gathered, what)
+    chosen = choose_kernels(kernels, hidden.device)
+    configs = DEFAULTS
+    if chosen == "triton":
+        sizes = sizes_of(weight, wire_dtype, logits_dtype)
+        configs = shipped_configs(hidden.device).configs(rows, sizes)
+    return Plan(
+        rows,
+        weight.shape[0],
+        vocab_size,
+        logits_dtype,
+        wire_dtype,
+        chosen,
+        choose(comm.ranks, comm.backend, asked_route(route)),
+        scale,
+        softcap,
+        configs,
+    )
+
+
 def exchange_by_name(
     partial: torch.Tensor,
     rows: int,
@@ -449,11 +488,11 @@ def exchange_by_name(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """partial [T, S] -> logits [rows, V]; arguments are those of `torch.ops.lmhead.exchange`."""
-    comm, number = _op_comm(group_name, ranks, partial.device), next(_op_calls)
+    comm, number = op_comm(group_name, ranks, partial.device), next(_op_calls)
     plan, error = None, None
     try:
         plan = exchange_plan(
-            comm, partial, vocab_size, _listed(row_counts), logits_dtype, kernels, route
+            comm, partial, vocab_size, listed(row_counts), logits_dtype, kernels, route
         )
         shapes.check_own(plan.rows, rows, "partial")
         shapes.check_out(out, rows, vocab_size, plan.logits_dtype, partial.device)
@@ -504,7 +543,8 @@ def exchange_plan(
     )
 
 
-def _op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:
+def op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:
+    """The collectives of the group that an operator names."""
     group = _comm.resolve(group_name)
     if group is None and ranks != 1:
         raise ValueError(f"{ranks} ranks need the name of their process group, got {group_name!r}")
@@ -516,5 +556,6 @@ def _op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:
     return comm
 
 
-def _listed(row_counts: Sequence[int] | None) -> list[int] | None:
+def listed(row_counts: Sequence[int] | None) -> list[int] | None:
+    """Row counts as an operator gets them, as a host list."""
     return None if row_counts is None else [int(count) for count in row_counts]

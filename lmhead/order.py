@@ -71,3 +71,11 @@ def _as_collective(lower: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return lower_collective
+
+
+def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Where a tracer that gave up on the caller comes in by the back door: one that took the
+    collectives apart would leave ranks waiting for one that still compiles.
+    """
+    # Here and not as a decorator, which would load the compiler (a second) with the package.
+    return torch.compiler.disable(function)(*args, **kwargs)

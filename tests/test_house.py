@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each module of the host room may import of ours.  `kernels` stands for all of lmhead.kernels.
 ALLOWED = {
-    "__init__": {"comm", "graphs", "head", "workspace"},
+    "__init__": {"comm", "graphs", "head", "own_gemm", "sampling", "workspace"},
     "shapes": set(),
     "timing": set(),
     "compare": set(),
@@ -25,7 +25,6 @@ ALLOWED = {
     "launch": set(),
     "ranges": set(),
     "order": set(),
-    "noise": set(),
     "memory": set(),
     "route": {"shapes"},
     "comm": {"shapes"},
@@ -40,9 +39,18 @@ ALLOWED = {
     "chooser": {"comm", "devices", "kernels", "shapes", "tables"},
     "ops": {"chooser", "comm", "kernels", "ranges", "reference", "route", "shapes", "workspace"},
     "operators": {"ops", "order", "route", "shapes"},
+    "noise": set(),
+    "sampling": set(),
+    "candidates": {"noise", "sampling"},
+    "draw": {"candidates", "comm", "ops", "ranges", "route", "sampling", "shapes", "workspace"},
+    "sample_operators": {"draw", "operators", "order", "sampling"},
     "head": {
-        *("chooser", "comm", "memory", "operators", "ops", "route", "shapes", "tables"),
-        "workspace",
+        *("chooser", "comm", "draw", "memory", "operators", "ops", "order", "route"),
+        *("sample_operators", "sampling", "shapes", "tables", "workspace"),
+    },
+    "own_gemm": {
+        *("comm", "draw", "operators", "ops", "order", "sample_operators", "sampling"),
+        *("shapes", "workspace"),
     },
     "graphs": {"comm", "head"},
     "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},

@@ -1,0 +1,137 @@
+"""torch.ops.lmhead.sample and sample_exchange: draws as operators, for compiled code.
+
+| operator | from | to |
+|---|---|---|
+| sample | hidden [B, H], own rows | what they draw |
+| sample_exchange | partial [T, S] of the caller's own GEMM | what the own B rows draw |
+
+Parameters come as `records` [B, W] int32 (`lmhead.sampling.Request.records`) and their `form`,
+whose integers are `lmhead.sampling.Form.to_list`'s; the results are ids [B] int64, status [B]
+uint8, and the log-probabilities: of the drawn token [B], of asked ids [B, L], of the most likely
+tokens [B, n] with their ids; empty where they are not asked for.  The rest as in
+`lmhead.operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lmhead import draw, order
+from lmhead.operators import HEAD
+from lmhead.sampling import Form, Records, Sample
+
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_RECORDS = "Tensor records, SymInt[] form, Tensor? mask, bool full"
+_PARTIAL = "int vocab_size, str group_name, int ranks, SymInt[]? row_counts, str kernels, str route"
+
+_Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.library.custom_op(
+    "lmhead::sample",
+    mutates_args=(),
+    schema=f"(Tensor hidden, {_RECORDS}, {HEAD}) -> {_RESULTS}",
+)
+def sample_op(*arguments: Any) -> _Results:
+    """hidden [B, H] -> what the rows draw.  `full` draws from full logits by `route`, or by the
+    rules.  Errors are those of `lmhead.LMHead.sample`.
+    """
+    return _results(draw.sample_by_name(*arguments))
+
+
+@torch.library.custom_op(
+    "lmhead::sample_exchange",
+    mutates_args=(),
+    schema=f"(Tensor partial, {_RECORDS}, {_PARTIAL}) -> {_RESULTS}",
+)
+def sample_exchange_op(*arguments: Any) -> _Results:
+    """partial [T, S] of the caller's own GEMM -> what the own rows draw.  Errors are those of
+    `lmhead.sample_exchange`.
+    """
+    return _results(draw.sample_exchange_by_name(*arguments))
+
+
+def _results(found: Sample) -> _Results:
+    """Every result has storage of its own, the empty ones too."""
+
+    def given(
+        result: torch.Tensor | None, dims: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return found.ids.new_empty((0,) * dims, dtype=dtype) if result is None else result
+
+    return (
+        found.ids,
+        found.status,
+        given(found.logprobs, 1),
+        given(found.asked_logprobs, 2),
+        given(found.top_ids, 2, torch.int64),
+        given(found.top_logprobs, 2),
+    )
+
+
+@sample_op.register_fake
+@sample_exchange_op.register_fake
+def _sample_fake(
+    source: torch.Tensor, records: torch.Tensor, form: Sequence[int], *_: object
+) -> _Results:
+    order.keep_order(sample_op._opoverload, sample_exchange_op._opoverload)
+    known, rows = Form.from_list(form), records.shape[0]
+    given = rows if known.logprobs else 0
+
+    def floats(*shape: Any) -> torch.Tensor:
+        return source.new_empty(shape, dtype=torch.float32)
+
+    return (
+        source.new_empty((rows,), dtype=torch.int64),
+        source.new_empty((rows,), dtype=torch.uint8),
+        floats(given),
+        floats(rows, known.asked) if known.asked else floats(0, 0),
+        source.new_empty((rows, known.top) if known.top else (0, 0), dtype=torch.int64),
+        floats(rows, known.top) if known.top else floats(0, 0),
+    )
+
+
+for _op in (sample_op, sample_exchange_op):
+    order.mark(_op._opoverload)
+
+
+def sample(
+    hidden: torch.Tensor,
+    records: Records,
+    mask: torch.Tensor | None,
+    *head: Any,
+    full: bool,
+) -> Sample:
+    """The operator's results as a `Sample`, without a route."""
+    form = records.form.to_list()
+    found = torch.ops.lmhead.sample(hidden, records.words, form, mask, full, *head)
+    return _sample(found, records.form)
+
+
+def sample_exchange(
+    partial: torch.Tensor,
+    records: Records,
+    mask: torch.Tensor | None,
+    *rest: Any,
+    full: bool,
+) -> Sample:
+    """The same from partial logits."""
+    form = records.form.to_list()
+    found = torch.ops.lmhead.sample_exchange(partial, records.words, form, mask, full, *rest)
+    return _sample(found, records.form)
+
+
+def _sample(found: _Results, form: Form) -> Sample:
+    ids, status, logprobs, asked, top_ids, top_logprobs = found
+    return Sample(
+        ids,
+        status,
+        None,
+        logprobs if form.logprobs else None,
+        asked if form.asked else None,
+        top_ids if form.top else None,
+        top_logprobs if form.top else None,
+    )

@@ -1,5 +1,5 @@
 """A draw in two halves: what a shard finds among its own columns, and what the owner of a row makes
-of all shards' findings.  What kernels of a draw must equal.
+of all shards' findings.  Twin of `lmhead.kernels.sample`.
 
     reduce   partial [T, S], records of all T rows -> messages [T, form.message_words] int32
     merge    messages [N, B, words], records of the own rows -> what was drawn
@@ -19,6 +19,7 @@ otherwise, with top-p alone, of all logits: then each shard's maximum and sum sa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -312,7 +313,7 @@ def _write(
     put("values", values)
     put("ids", ids)
     if form.raw:
-        put("raws", _gather_wide(partial, ids, first))
+        put("raws", gather_wide(partial, ids, first))
     if form.by_mass:
         put("mass", torch.stack([found.peak, found.mass], 1))
     if form.logprobs:
@@ -325,7 +326,8 @@ def _write(
         put("top_ids", key_ids(top))
 
 
-def _gather_wide(partial: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
+def gather_wide(partial: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """partial [R, W] at global ids [R, M], fp32; 0 for those of another shard."""
     if partial.shape[1] == 0:
         return torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     return gather(partial, ids, first, 0.0).to(torch.float32)
@@ -343,48 +345,48 @@ class Merged:
     top_logprobs: torch.Tensor | None
 
 
-def merge(messages: torch.Tensor, records: Records, shard: int, vocab_size: int) -> Merged:
-    """messages [N, B, form.message_words] int32 of all shards -> what the own B rows draw."""
+# A kernel that merges: messages, records, mass [B] fp64 or None, C, S, V -> ids, status and the
+# tokens' logits; see `lmhead.kernels.sample.merge`.
+MergeKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, int, int, int],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+]
+
+
+def merge(
+    messages: torch.Tensor,
+    records: Records,
+    shard: int,
+    vocab_size: int,
+    kernel: MergeKernel | None = None,
+) -> Merged:
+    """messages [N, B, form.message_words] int32 of all shards -> what the own B rows draw.  A
+    `kernel` finds the tokens, where logits are not edited; the log-probabilities are made here.
+    """
     form = records.form
-    ranks = messages.shape[0]
     parts = form.slices()
 
     def floats(name: str) -> torch.Tensor:
         return messages[:, :, parts[name]].contiguous().view(torch.float32)
 
-    def flat(part: torch.Tensor) -> torch.Tensor:
-        return part.transpose(0, 1).flatten(1)
-
     ids = messages[:, :, parts["ids"]].to(torch.int64)
-    nan = (ids[:, :, 0] == NAN_SEEN).any(0)
-    values = floats("values")
-    key = torch.where(ids >= 0, keys(values, ids), _NO_KEY)
-    # A shard that has sent all it has keeps nothing back.
-    begins = torch.arange(ranks, device=messages.device) * shard
-    held = (vocab_size - begins).clamp(0, shard)
-    last = torch.where((held <= form.candidates)[:, None], _NO_KEY, key[:, :, -1])
-    ordered, order = flat(key).sort(dim=1, descending=True)
-    drawn, covered = _draw(ordered, last.amax(0), records, floats("mass") if form.by_mass else None)
-    status = torch.where(
-        nan,
-        sampling.NAN,
-        torch.where(
-            ordered[:, 0] == _NO_KEY,
-            sampling.EMPTY,
-            torch.where(covered, sampling.OK, sampling.MISSED),
-        ),
-    ).to(torch.uint8)
-    place = drawn[:, None]
-    found = Merged(
-        torch.where(status == sampling.OK, key_ids(ordered).gather(1, place).squeeze(1), NONE),
-        status,
-        *(None,) * 4,
-    )
+    mass = None
+    if form.by_mass:
+        values = torch.where(ids >= 0, floats("values"), -math.inf)
+        inverse = records.inverse_temperature[:, None]
+        mass = _total_mass(floats("mass"), values.amax((0, 2))[:, None], inverse)
+    if kernel is None:
+        tokens, status, chosen = _merge_keys(messages, ids, mass, records, shard, vocab_size)
+    else:
+        whole = None if mass is None else mass.squeeze(1).contiguous()
+        tokens, status, chosen = kernel(
+            messages, records.words, whole, form.candidates, shard, vocab_size
+        )
+    found = Merged(tokens, status, *(None,) * 4)
     if form.logprobs:
-        raws = flat(floats("raws" if form.raw else "values")).gather(1, order)
         _add_logprobs(
             found,
-            raws.gather(1, place).squeeze(1),
+            chosen,
             floats("lse"),
             floats("asked"),
             torch.where(
@@ -398,11 +400,46 @@ def merge(messages: torch.Tensor, records: Records, shard: int, vocab_size: int)
     return found
 
 
+def _merge_keys(
+    messages: torch.Tensor,
+    ids: torch.Tensor,  # [N, B, C] int64
+    mass: torch.Tensor | None,  # [B, 1] fp64
+    records: Records,
+    shard: int,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids [B], status [B], the tokens' unedited logits [B])."""
+    form = records.form
+    parts = form.slices()
+
+    def flat(name: str) -> torch.Tensor:
+        part = messages[:, :, parts[name]].contiguous().view(torch.float32)
+        return part.transpose(0, 1).flatten(1)
+
+    nan = (ids[:, :, 0] == NAN_SEEN).any(0)
+    ids = ids.transpose(0, 1).flatten(1)
+    key = torch.where(ids >= 0, keys(flat("values"), ids), _NO_KEY)
+    # A shard that has sent all it has keeps nothing back.
+    begins = torch.arange(messages.shape[0], device=messages.device) * shard
+    held = (vocab_size - begins).clamp(0, shard)
+    ends = key.unflatten(1, (-1, form.candidates))[:, :, -1]
+    last = torch.where(held <= form.candidates, _NO_KEY, ends).amax(1)
+    ordered, order = key.sort(dim=1, descending=True)
+    drawn, covered = _draw(ordered, last, records, mass)
+    status = torch.where(covered, sampling.OK, sampling.MISSED)
+    status = torch.where(ordered[:, 0] == _NO_KEY, sampling.EMPTY, status)
+    status = torch.where(nan, sampling.NAN, status).to(torch.uint8)
+    place = drawn[:, None]
+    tokens = torch.where(status == sampling.OK, key_ids(ordered).gather(1, place).squeeze(1), NONE)
+    raws = flat("raws" if form.raw else "values").gather(1, order)
+    return tokens, status, raws.gather(1, place).squeeze(1)
+
+
 def _draw(
     ordered: torch.Tensor,  # [B, M] keys, in order
     last: torch.Tensor,  # [B] the earliest key that a shard may keep something back behind
     records: Records,
-    mass: torch.Tensor | None,  # [N, B, 2]
+    whole: torch.Tensor | None,  # [B, 1] fp64, the mass of all logits in units of a weight
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(where in the order the drawn token stands, whether the candidates cover the row)."""
     x, ids, valid = key_values(ordered), key_ids(ordered), ordered != _NO_KEY
@@ -425,8 +462,7 @@ def _draw(
     before = (through - weights).to(torch.float64)
     total = torch.where(kept, weights, 0).sum(1, keepdim=True).to(torch.float64)
     covered = bounded
-    if mass is not None:
-        whole = _total_mass(mass, peak, inverse)
+    if whole is not None:
         by_mass = (records.log_min_p[:, None] == -math.inf) & (k == 0) & ~bounded
         total = torch.where(by_mass, whole, total)
         reached = torch.where(certain, through, 0).amax(1, keepdim=True).to(torch.float64)

@@ -13,9 +13,11 @@ anywhere, all ranks exchange their partial logits after all and draw those rows 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ import torch
 from lmhead import candidates, ops, shapes
 from lmhead.candidates import Merged
 from lmhead.comm import Call, Comm
+from lmhead.kernels import gemm as gemm_kernels
+from lmhead.kernels import sample as kernels
+from lmhead.kernels.config import GemmConfig, GemmShape, default_gemm
 from lmhead.ops import Plan
 from lmhead.ranges import stage
 from lmhead.route import Route
@@ -64,18 +69,42 @@ def run_sample(
     call = _call(plan, "sample", number)
     if full or plan.rows.total == 0:
         logits = ops.run_logits(comm, plan, work, hidden, weight, bias, number=number)
-        return _from_logits(logits, records, mask, plan.route)
+        return _from_logits(plan, work, logits, records, mask)
     if comm.ranks > 1:
         with stage("gather"):
             hidden, records = _gather(comm, plan, work, hidden, records, call)
     else:
         weight = weight[: plan.vocab_size]
         bias = None if bias is None else bias[: plan.vocab_size]
-    shard = weight.shape[0]
-    partial = work.take("partial", plan.rows.total * shard, plan.wire_dtype, hidden.device)
-    partial = partial.view(plan.rows.total, shard)
-    ops.run_gemm(plan, work, hidden, weight, bias, partial)
-    return _draw(comm, plan, work, partial, records, mask, call)
+    total, shard, device = plan.rows.total, weight.shape[0], hidden.device
+    summary = None
+    config = _fusing_config(comm, plan, records.form, hidden, weight)
+    if config is None or records.form.reads_logits:
+        partial = work.take("partial", total * shard, plan.wire_dtype, device).view(total, shard)
+    else:  # no logit is ever written; its dtype alone is of use
+        partial = work.take("partial", 1, plan.wire_dtype, device).expand(total, shard)
+    if config is None:
+        ops.run_gemm(plan, work, hidden, weight, bias, partial)
+    else:
+        first = comm.rank * shard
+        summary = _summary(work, total, shard, config.block_v, device)
+        with stage("gemm"):
+            kernels.fused(
+                hidden,
+                weight,
+                bias,
+                records.words,
+                summary.planes,
+                _kernel_messages(records.form),
+                first=first,
+                held=_held(first, shard, plan.vocab_size),
+                scale=plan.scale,
+                softcap=plan.softcap,
+                partial=partial,
+                write=records.form.reads_logits,
+                config=config,
+            )
+    return _draw(comm, plan, work, partial, records, mask, call, summary)
 
 
 def run_sample_exchange(
@@ -93,7 +122,7 @@ def run_sample_exchange(
     call = _call(plan, "sample_exchange", number)
     if full or plan.rows.total == 0:
         logits = ops.run_exchange(comm, plan, work, partial, call=call)
-        return _from_logits(logits, records, mask, plan.route)
+        return _from_logits(plan, work, logits, records, mask)
     if comm.ranks > 1:
         with stage("gather"):
             words = ops.run_gather(
@@ -140,8 +169,11 @@ def _draw(
     records: Records,
     mask: torch.Tensor | None,
     call: Call,
+    summary: _Summary | None = None,
 ) -> Sample:
-    """partial [T, S] and the records of all T rows, and the own rows' mask -> what they draw."""
+    """partial [T, S] and the records of all T rows, and the own rows' mask -> what they draw.  A
+    GEMM that summarised its tiles hands their `summary` on.
+    """
     rows, form = plan.rows, records.form
     own = records.rows(slice(rows.start, rows.start + rows.own))
     allowed = _exchange_mask(comm, plan, work, mask, partial.shape[1], call)
@@ -149,13 +181,25 @@ def _draw(
     sent = work.take("messages", rows.total * width, torch.int32, partial.device)
     first = comm.rank * partial.shape[1]
     with stage("reduce"):
-        candidates.reduce(
-            partial, first, plan.vocab_size, records, allowed, sent.view(rows.total, width)
+        _reduce(
+            plan,
+            work,
+            partial,
+            first,
+            records,
+            allowed,
+            sent.view(rows.total, width),
+            fast=_by_kernels(plan, form, comm.ranks),
+            summary=summary,
         )
     received = _to_owners(comm, plan, work, sent, width, "received messages", call)
     with stage("merge"):
         found = candidates.merge(
-            received.view(comm.ranks, rows.own, width), own, partial.shape[1], plan.vocab_size
+            received.view(comm.ranks, rows.own, width),
+            own,
+            partial.shape[1],
+            plan.vocab_size,
+            kernels.merge if _by_kernels(plan, form, comm.ranks) else None,
         )
     route = BY_CANDIDATES
     if form.may_miss and form.fallback:
@@ -172,6 +216,110 @@ def _draw(
                 f"rows that {form.candidates} candidates per shard do not cover: {where}",
             )
     return _sample(found, route)
+
+
+def _by_kernels(plan: Plan, form: Form, ranks: int) -> bool:
+    """Whether kernels make and merge the candidates: where logits are drawn from as they are, and
+    a row's candidates fit in one program.
+    """
+    return (
+        plan.kernels == "triton"
+        and not form.edited
+        and max(form.candidates, form.top_sent) <= kernels.MAX_CANDIDATES
+        and ranks * form.candidates <= kernels.MAX_MERGED
+    )
+
+
+def _fusing_config(
+    comm: Comm, plan: Plan, form: Form, hidden: torch.Tensor, weight: torch.Tensor
+) -> GemmConfig | None:
+    """The config by which the GEMM summarises its own tiles; None where a scan does it."""
+    if not _by_kernels(plan, form, comm.ranks) or plan.deterministic:
+        return None
+    if gemm_kernels.why_not_bulk(hidden, weight) is not None:
+        return None
+    config = plan.configs.gemm
+    if config is None:
+        sizes = plan.rows.total, weight.shape[0], weight.shape[1]
+        config = default_gemm(GemmShape(*sizes, weight.itemsize, plan.wire_dtype.itemsize))
+    return config if kernels.can_fuse(config) else None
+
+
+def _kernel_messages(form: Form) -> kernels.Messages:
+    parts = form.slices()
+    return kernels.Messages(
+        form.record_words,
+        form.message_words,
+        form.candidates,
+        parts["lse"].start if form.logprobs else -1,
+        parts["mass"].start if form.by_mass else -1,
+        form.noisy,
+    )
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What tiles of `block_v` columns show: planes [PLANES, tiles, T] fp32."""
+
+    planes: torch.Tensor
+    block_v: int
+
+
+def _summary(
+    work: Workspace, rows: int, columns: int, block_v: int, device: torch.device
+) -> _Summary:
+    shape = kernels.summary_shape(rows, columns, block_v)
+    planes = work.take("summary", math.prod(shape), torch.float32, device)
+    return _Summary(planes.view(shape), block_v)
+
+
+def _held(first: int, shard: int, vocab_size: int) -> int:
+    """How many of a shard's columns are not padding."""
+    return max(0, min(shard, vocab_size - first))
+
+
+def _reduce(
+    plan: Plan,
+    work: Workspace,
+    partial: torch.Tensor,
+    first: int,
+    records: Records,
+    allowed: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    fast: bool,
+    summary: _Summary | None = None,
+) -> None:
+    """partial [T, S], columns from `first` on -> out [T, form.message_words], by kernels if
+    `fast`.
+    """
+    if not fast:
+        candidates.reduce(partial, first, plan.vocab_size, records, allowed, out)
+        return
+    form, (total, shard) = records.form, partial.shape
+    held = _held(first, shard, plan.vocab_size)
+    messages, words = _kernel_messages(form), records.words
+    if summary is None:
+        summary = _summary(work, total, held, kernels.SCAN_COLUMNS, partial.device)
+        kernels.scan(partial, words, summary.planes, messages, first=first, held=held)
+    pick = functools.partial(
+        kernels.pick,
+        summary.planes,
+        partial,
+        words,
+        out,
+        first=first,
+        held=held,
+        block_v=summary.block_v,
+    )
+    pick(messages)
+    parts = form.slices()
+    if form.top_sent:
+        top = replace(messages, count=form.top_sent, lse_at=-1, mass_at=-1)
+        pick(top, values_at=parts["top_values"].start, plain=True)
+    if form.asked:
+        asked = candidates.gather_wide(partial[:, :held], records.asked_ids, first)
+        out[:, parts["asked"]] = asked.view(torch.int32)
 
 
 def _sample(found: Merged, route: Route) -> Sample:
@@ -269,7 +417,7 @@ def _count_missed(comm: Comm, work: Workspace, found: Merged, call: Call) -> lis
 
 
 def _from_logits(
-    logits: torch.Tensor, records: Records, mask: torch.Tensor | None, route: Route
+    plan: Plan, work: Workspace, logits: torch.Tensor, records: Records, mask: torch.Tensor | None
 ) -> Sample:
     """logits [B, V] -> what the rows draw, with no row missed: those that C candidates do not cover
     are drawn from all, at once where the host may not look which they are.
@@ -283,11 +431,12 @@ def _from_logits(
     if mask is not None and mask.dtype != torch.bool:
         mask = unpack_bits(mask, vocab)
     messages = torch.empty((rows, form.message_words), dtype=torch.int32, device=logits.device)
-    candidates.reduce(logits, 0, vocab, records, mask, messages)
-    found = candidates.merge(messages[None], records, vocab, vocab)
+    fast = _by_kernels(plan, form, 1)
+    _reduce(plan, work, logits, 0, records, mask, messages, fast=fast)
+    found = candidates.merge(messages[None], records, vocab, vocab, kernels.merge if fast else None)
     if not form.sure and not blind:
         _draw_missed(found, logits, records, mask)
-    return _sample(found, route)
+    return _sample(found, plan.route)
 
 
 def _draw_missed(

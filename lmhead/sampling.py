@@ -62,6 +62,7 @@ class Form:
     top_sent: int = 0  # of which a shard has this many
     logprobs: bool = False
     masked: bool = False
+    noisy: bool = True  # whether a row may be drawn from all tokens
     sure: bool = True  # whether C candidates cover every row, however many columns there are
     may_miss: bool = False  # whether C of a shard's columns may fail to cover a row
     by_mass: bool = False  # whether a nucleus may have to be cut from all logits' mass
@@ -86,6 +87,11 @@ class Form:
     def raw(self) -> bool:
         """Whether a candidate needs its unedited logit beside the edited one."""
         return self.logprobs and self.edited
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether anything but a tile's own summary is asked of a shard's logits."""
+        return self.candidates > 1 or self.top_sent > 0 or self.asked > 0 or self.edited
 
     @property
     def record_words(self) -> int:
@@ -275,10 +281,24 @@ class Request:
             top_sent=min(top, shard),
             logprobs=self.logprobs is not None or self.logprob_ids is not None,
             masked=self.mask is not None,
+            noisy=not (fixed_k or self._all_greedy or self._all_cut),
             sure=sure,
             may_miss=may_miss,
             by_mass=may_miss and loose and _on(self.top_p, 1.0),
             fallback=bool(self.fallback),
+        )
+
+    @property
+    def _all_greedy(self) -> bool:
+        given = self.temperature
+        return isinstance(given, (int, float)) and given < GREEDY_BELOW
+
+    @property
+    def _all_cut(self) -> bool:
+        """Whether top-p or min-p cuts every row, as far as the host knows."""
+        p, min_p = self.top_p, self.min_p
+        return (isinstance(p, (int, float)) and p < 1) or (
+            isinstance(min_p, (int, float)) and min_p > 0
         )
 
     def check(self, rows: int, vocab_size: int, device: torch.device, values: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lmhead.kernels import tiles
+from lmhead.kernels import noise, tiles
 
 
 @triton.jit
@@ -53,3 +53,23 @@ def narrow_product_probe(out_ptr, row, stride, BLOCK: tl.constexpr):
     """What `offset_probe` would store without the cast."""
     i = tl.arange(0, BLOCK)
     tl.store(out_ptr + i, ((row + i) * stride).to(tl.int64))
+
+
+@triton.jit
+def noise_probe(
+    ids_ptr,  # [COUNT] int32, read
+    row_ptr,  # [4] int32, read: the seed's words, the position's
+    below_ptr,  # [COUNT] fp32, read
+    word_ptr,  # [COUNT] int32, written
+    gumbel_ptr,  # [COUNT] fp32, written
+    weight_ptr,  # [COUNT] int64, written
+    COUNT: tl.constexpr,
+):
+    i = tl.arange(0, COUNT)
+    row = row_ptr + tl.zeros((COUNT,), tl.int32)
+    seed = tl.load(row), tl.load(row + 1)
+    position = tl.load(row + 2), tl.load(row + 3)
+    word = noise.word_of(tl.load(ids_ptr + i), seed[0], seed[1], position[0], position[1])
+    tl.store(word_ptr + i, word.to(tl.int32, bitcast=True))
+    tl.store(gumbel_ptr + i, noise.gumbel(word))
+    tl.store(weight_ptr + i, noise.weight(tl.load(below_ptr + i)))

@@ -42,7 +42,10 @@ ALLOWED = {
     "noise": set(),
     "sampling": set(),
     "candidates": {"noise", "sampling"},
-    "draw": {"candidates", "comm", "ops", "ranges", "route", "sampling", "shapes", "workspace"},
+    "draw": {
+        *("candidates", "comm", "kernels", "ops", "ranges", "route", "sampling", "shapes"),
+        "workspace",
+    },
     "sample_operators": {"draw", "operators", "order", "sampling"},
     "head": {
         *("chooser", "comm", "draw", "memory", "operators", "ops", "order", "route"),

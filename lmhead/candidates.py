@@ -164,7 +164,7 @@ def _reduce_rows(
             asked += gather(raw, records.asked_ids, begin, 0.0)
         if form.top:
             found.top.append(first_keys(raw, begin, form.top_sent))
-        allowed = None if mask is None else mask[:, start : start + columns]
+        allowed = None if mask is None else mask[:, start : start + raw.shape[1]]
         x = edit(raw, begin, records, allowed)
         peak = x.amax(1)  # of a row with a NaN: NaN
         found.nan |= peak.isnan()

@@ -35,10 +35,10 @@ from .gemm import _Epilogue, epilogue
 MAX_CANDIDATES = 64
 MAX_MERGED = 2048
 # Token rows of an accumulator that are summarised at a time.
-FUSED_ROWS = tl.constexpr(16)
-# The most rows of a program whose GEMM summarises: 14,000 instructions, 11 s to compile and at most
-# 172 registers, where 288 rows take 32,000 and a minute; above, the scan reads the logits from L2,
-# and cuBLAS has its turn.
+FUSED_ROWS = tl.constexpr(8)
+# The most rows of a program whose GEMM summarises: 15,000 instructions, of which 288 rows would
+# take 32,000 and a minute to compile.  Above, a scan reads the logits from L2, and cuBLAS has its
+# turn.
 FUSED_MOST_ROWS = 128
 # The tile of a scan.
 SCAN_COLUMNS, SCAN_ROWS = 128, 8
@@ -745,6 +745,20 @@ def scan(
         )
 
 
+def pick_sizes(count: int, tiles_s: int) -> tuple[dict[str, int], int]:
+    """(constants of `_pick_kernel`, warps) for `count` candidates of `tiles_s` tiles.  Fewer warps
+    spill where 4096 keys are sorted.
+    """
+    slots, kept = max(2, next_power_of_2(tiles_s)), max(2, next_power_of_2(count))
+    return {"TILES": slots, "TOOK": min(slots, kept), "KEPT": kept}, 4 if kept < 32 else 16
+
+
+def merge_sizes(ranks: int, count: int) -> tuple[int, int]:
+    """(slots, warps) of `_merge_kernel`."""
+    slots = max(2, next_power_of_2(ranks * count))
+    return slots, 1 if slots <= 256 else 4 if slots <= 512 else 8
+
+
 def pick(
     summary: torch.Tensor,
     partial: torch.Tensor,
@@ -766,8 +780,7 @@ def pick(
     """
     tiles_s, T = summary.shape[1:]
     count = messages.count
-    tile_slots = max(2, next_power_of_2(tiles_s))
-    kept = max(2, next_power_of_2(count))
+    sizes, num_warps = pick_sizes(count, tiles_s)
     with tiles.on(summary):
         _pick_kernel[tiles.grid(T)](
             summary_ptr=summary,
@@ -787,11 +800,9 @@ def pick(
             LSE_AT=messages.lse_at,
             MASS_AT=messages.mass_at,
             PLAIN=plain,
-            TILES=tile_slots,
-            TOOK=min(tile_slots, kept),
-            KEPT=kept,
             BLOCK_V=block_v,
-            num_warps=4 if kept < 64 else 8,
+            **sizes,
+            num_warps=num_warps,
         )
 
 
@@ -813,7 +824,7 @@ def merge(
     value = torch.empty(rows, dtype=torch.float32, device=messages.device)
     if rows == 0:
         return ids, status, value
-    slots = max(2, next_power_of_2(ranks * count))
+    slots, num_warps = merge_sizes(ranks, count)
     with tiles.on(messages):
         _merge_kernel[tiles.grid(rows)](
             messages_ptr=messages,
@@ -831,6 +842,6 @@ def merge(
             COUNT=count,
             BY_MASS=mass is not None,
             SLOTS=slots,
-            num_warps=1 if slots <= 256 else 4,
+            num_warps=num_warps,
         )
     return ids, status, value

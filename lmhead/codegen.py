@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmhead.kernels import gemm, reassemble
+from lmhead.kernels import gemm, reassemble, sample
 from lmhead.kernels.config import (
     ARCHS,
     VECTOR_BYTES,
@@ -310,3 +310,122 @@ def compile_reassemble(
     return compile_kernel(
         kernel, arch, arguments, constants, aligned=pointers + sizes, num_warps=config.num_warps
     )
+
+
+def _integers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def compile_fused(
+    arch: str,
+    config: GemmConfig,
+    *,
+    operands: str = "bfloat16",
+    noise: bool = True,
+    sums: bool = True,
+    write: bool = True,
+    fours: bool = True,
+    softcapped: bool = False,
+    unit: int = 16,
+) -> Report:
+    """The GEMM that summarises its tiles for a draw, as `sample.fused` launches it."""
+    block = f"tensordesc<{POINTERS[operands][1:]}[{{}},{config.block_h}]>"
+    arguments = {
+        "hidden_desc": block.format(config.block_t),
+        "tail_desc": block.format(config.tail_t or config.block_t),
+        "weight_desc": block.format(config.block_v),
+        "bias_ptr": POINTERS[operands],
+        "partial_ptr": POINTERS[operands],
+        "records_ptr": "*i32",
+        "summary_ptr": "*fp32",
+        "scale": "fp32",
+        "softcap": "fp32",
+    } | _integers("partial_stride_t", "T", "S", "H", "held", "first")
+    constants = {
+        "HAS_BIAS": False,
+        "HAS_SCALE": False,
+        "HAS_SOFTCAP": softcapped,
+        "WORDS": 8,
+        "NOISE": noise,
+        "FOURS": fours,
+        "SUMS": sums,
+        "MASSES": False,
+        "WRITE": write,
+        "BLOCK_T": config.block_t,
+        "TAIL_T": config.tail_t,
+        "BLOCK_V": config.block_v,
+        "BLOCK_H": config.block_h,
+        "STAGES": config.num_stages,
+        "WARP_SPECIALIZE": config.warp_specialize,
+        "UNIT": unit,
+    }
+    aligned = ["bias_ptr", "partial_ptr", "records_ptr", "summary_ptr", "H"]
+    aligned += ["partial_stride_t", "S"] if unit == 16 else []
+    return compile_kernel(
+        sample._fused_kernel,
+        arch,
+        arguments,
+        constants,
+        aligned=tuple(aligned),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def compile_scan(arch: str, *, source: str = "bfloat16", fours: bool = True) -> Report:
+    """The one pass over partial logits that summarises tiles, with noise and both sums."""
+    arguments = {
+        "partial_ptr": POINTERS[source],
+        "records_ptr": "*i32",
+        "summary_ptr": "*fp32",
+    } | _integers("partial_stride_t", "T", "S", "first")
+    constants = dict.fromkeys(("NOISE", "SUMS", "MASSES"), True) | {
+        "FOURS": fours,
+        "WORDS": 8,
+        "BLOCK_T": sample.SCAN_ROWS,
+        "BLOCK_V": sample.SCAN_COLUMNS,
+        "UNIT": 16,
+    }
+    aligned = ("partial_ptr", "records_ptr", "summary_ptr", "partial_stride_t")
+    return compile_kernel(sample._scan_kernel, arch, arguments, constants, aligned=aligned)
+
+
+def compile_pick(arch: str, count: int, tiles: int, *, source: str = "bfloat16") -> Report:
+    """The kernel that picks a shard's first `count` candidates of `tiles` tiles of a scan."""
+    arguments = {
+        "summary_ptr": "*fp32",
+        "partial_ptr": POINTERS[source],
+        "records_ptr": "*i32",
+        "out_ptr": "*i32",
+    } | _integers("partial_stride_t", "T", "S", "first", "tiles_s")
+    sizes, num_warps = sample.pick_sizes(count, tiles)
+    constants = {
+        "WORDS": 8,
+        "WIDTH": 2 * count + 4,
+        "COUNT": count,
+        "VALUES_AT": 0,
+        "IDS_AT": count,
+        "LSE_AT": 2 * count,
+        "MASS_AT": 2 * count + 2,
+        "PLAIN": False,
+        "BLOCK_V": sample.SCAN_COLUMNS,
+    } | sizes
+    aligned = ("summary_ptr", "partial_ptr", "records_ptr", "out_ptr", "partial_stride_t")
+    return compile_kernel(
+        sample._pick_kernel, arch, arguments, constants, aligned=aligned, num_warps=num_warps
+    )
+
+
+def compile_merge(arch: str, ranks: int, count: int) -> Report:
+    """The kernel by which a row's owner draws from `count` candidates of each rank."""
+    arguments = {
+        "messages_ptr": "*i32",
+        "records_ptr": "*i32",
+        "mass_ptr": "*fp64",
+        "ids_ptr": "*i64",
+        "status_ptr": "*u8",
+        "value_ptr": "*fp32",
+    } | _integers("N", "B", "shard", "vocab_size")
+    slots, num_warps = sample.merge_sizes(ranks, count)
+    constants = {"WORDS": 8, "WIDTH": 2 * count, "COUNT": count, "BY_MASS": True, "SLOTS": slots}
+    return compile_kernel(sample._merge_kernel, arch, arguments, constants, num_warps=num_warps)

@@ -523,8 +523,9 @@ def _values(name: str, given: Number, low: float, high: float, meaning: str, loo
     if not isinstance(given, torch.Tensor):
         _within(name, given, low, high, meaning)
     elif look and given.numel():
-        # A NaN fails both comparisons.
-        bad = ~((given >= low) & (given <= high)) | given.isinf()
+        # A NaN fails both comparisons.  In fp64, where no limit is rounded to 0.
+        wide = given.double() if given.is_floating_point() else given
+        bad = ~((wide >= low) & (wide <= high)) | given.isinf()
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
             raise ValueError(

@@ -480,7 +480,7 @@ def unpack_bits(bits: torch.Tensor, columns: int) -> torch.Tensor:
     """uint8 or int32 words of bits, lowest first, [R, W] -> bool [R, columns]."""
     width = 8 * bits.element_size()
     places = torch.arange(width, dtype=bits.dtype, device=bits.device)
-    return ((bits[:, :, None] >> places) & 1).bool().view(bits.shape[0], -1)[:, :columns]
+    return ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, :columns]
 
 
 def pack_bits(allowed: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,8 +39,12 @@ WORDS = {
 }
 
 
-def add(bench: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
-    """The four benchmarks and their arguments."""
+def add(
+    bench: argparse.ArgumentParser,
+    positive: Callable[[str], int],
+    sample: Callable[[str], dict[str, Any]],
+) -> None:
+    """The four benchmarks and their arguments; `sample` reads what a draw is asked for."""
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="BENCHMARK")
     for kind, words in WORDS.items():
         rows, ranks, rounds, _ = DEFAULTS[kind]
@@ -96,6 +101,15 @@ def add(bench: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
                 default=0.0,
                 metavar="S",
                 help="rank 1 starts S seconds late: to see that no figure depends on it",
+            )
+        if kind == "head":
+            command.add_argument(
+                "--sample",
+                type=sample,
+                default={},
+                metavar="NAME=NUMBER,...",
+                help="what methods that end in tokens draw with: temperature, top_k, top_p, min_p "
+                "(default temperature=1: every token of the vocabulary may be drawn)",
             )
         _add_output(command)
 
@@ -221,6 +235,7 @@ def _measure(arguments: argparse.Namespace, cases: Sequence[Case]) -> Report | N
         cadence=arguments.cadence,
         stages=arguments.kind != "scale",
         late_s=arguments.late,
+        sample=getattr(arguments, "sample", {}),
     )
     return suites.run(Suite(arguments.kind, tuple(cases), settings))
 

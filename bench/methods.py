@@ -1,36 +1,43 @@
 """Everything that is timed side by side in one run: our routes, the peers, and the bare GEMM and
 all-to-all that nothing of the kind can beat.
+
+Some end in tokens and not in logits: lmhead's draw from candidates, and full logits that go through
+torch's sampler afterwards.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from lmhead import ops
+from lmhead import ops, ranges
 from lmhead.bench.cases import Case
 from lmhead.bench.peers import (
+    DRAW,
     EXCHANGE,
     GATHER,
     GEMM,
     PEERS,
     REASSEMBLY,
+    REDUCE,
     Inputs,
     Peer,
     all_gather,
     unmarked,
 )
+from lmhead.bench.torch_sampler import torch_sample
 from lmhead.chooser import DEFAULTS
 from lmhead.comm import Call, Comm
 from lmhead.head import LMHead
 from lmhead.ops import Plan
 from lmhead.own_gemm import exchange
 from lmhead.route import choose
+from lmhead.sampling import Request, Sample
 from lmhead.shapes import moved_bytes
 from lmhead.timing import Mark
 from lmhead.workspace import Workspace
@@ -40,9 +47,9 @@ OURS = "lmhead"
 
 @dataclass(frozen=True)
 class Method:
-    """One way from hidden rows (or partial logits) to the own rows' logits.  `whole` is what a user
-    calls; `staged` says when each stage has ended.  A roof is only a part: nobody could use it, and
-    nothing that contains it can be faster.
+    """One way from hidden rows (or partial logits) to the own rows' logits, or to their tokens.
+    `whole` is what a user calls; `staged` says when each stage has ended.  A roof is only a part:
+    nobody could use it, and nothing that contains it can be faster.
     """
 
     name: str
@@ -52,6 +59,10 @@ class Method:
     bytes: int  # that cross this rank's link in a call, by arithmetic
     roof: bool = False
     compiled: bool = False
+    # Of one that ends in tokens: the own rows' logits [B, V] -> what is wrong with the tokens of
+    # both calls, "" for nothing.
+    check: Callable[[torch.Tensor], str] | None = None
+    exchanges_logits: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,12 @@ OUR_WAYS = (
     Ours("lmhead-all-gather", "lmhead, its fallback", route="all_gather"),
 )
 ROOFS = ("roof-gemm", "roof-all-to-all")
-NAMES = (*(way.name for way in OUR_WAYS), *PEERS, *ROOFS)
+CANDIDATES = "candidates"
+# Whose logits go through torch's sampler, by the name of the whole.
+SAMPLED = {"lmhead-torch": OURS, "a-torch": "a", "a-lean-torch": "a-lean"}
+DRAWING = {CANDIDATES: "lmhead, candidates"}
+DRAWING |= {name: f"{logits} + torch sampling" for name, logits in SAMPLED.items()}
+NAMES = (*(way.name for way in OUR_WAYS), *PEERS, *DRAWING, *ROOFS)
 
 
 class _MarkedComm(Comm):
@@ -226,8 +242,121 @@ def _alone(
     return Method(name, title, part, staged, moved, roof=True)
 
 
-def build(inputs: Inputs, name: str, exchange_only: bool) -> Method | None:
-    """The method of that name for these inputs; None where it has no part in this benchmark."""
+# Names of `lmhead.ranges` -> those of the report.
+_RANGES = {
+    "gather": GATHER,
+    "gemm": GEMM,
+    "reduce": REDUCE,
+    "exchange": EXCHANGE,
+    "reassemble": REASSEMBLY,
+    "merge": DRAW,
+}
+
+
+def _candidates(inputs: Inputs, parameters: Mapping[str, Any]) -> Method:
+    """`LMHead.sample`, and its stages as it names them itself."""
+    case = inputs.case
+    head = LMHead(inputs.weight, case.vocab, inputs.group)
+    first = inputs.rank * case.rows
+    rows = torch.arange(first, first + case.rows, device=inputs.device)
+    noise: dict[str, Any] = {"seeds": rows, "positions": torch.zeros_like(rows)}
+    head.warmup(case.rows, sample={**noise, **parameters})
+
+    def whole(**changed: Any) -> torch.Tensor:
+        given = {**noise, **parameters, **changed}
+        return cast(torch.Tensor, head.sample(inputs.hidden, **given))
+
+    def staged(mark: Mark) -> torch.Tensor:
+        with ranges.told(lambda name: mark(_RANGES[name])):
+            return whole()
+
+    def check(own: torch.Tensor) -> str:
+        # All calls first: a rank that finds something wrong makes as many as the others.
+        full, greedy = whole(route=head_route), whole(temperature=0.0)
+        both = whole(), staged(unmarked)
+        for got in both:
+            wrong = (got != full).nonzero()
+            if wrong.numel():
+                row = int(wrong[0])
+                return f"row {row} draws {got[row]}, and {full[row]} from full logits"
+        return not_greedy(own, greedy)
+
+    route = choose(case.ranks, dist.get_backend(inputs.group), None).name
+    head_route = None if route == "local" else route
+    found = head.sample(inputs.hidden, details=True, **noise, **parameters)
+    assert isinstance(found, Sample) and found.route is not None
+    moved = _candidate_bytes(inputs, parameters)
+    if found.route.rule == "not_covered":
+        moved += moved_bytes(route, case.rows_of(inputs.rank), case.shard, case.itemsize)
+    title = DRAWING[CANDIDATES]
+    return Method(CANDIDATES, title, whole, staged, moved, check=check, exchanges_logits=False)
+
+
+def _candidate_bytes(inputs: Inputs, parameters: Mapping[str, Any]) -> int:
+    """Hidden rows with their records behind them, on a border of 16 bytes; a message per row and
+    shard; and how many rows were missed, where some may be.
+    """
+    case, others = inputs.case, inputs.case.ranks - 1
+    form = Request(**parameters).form(case.vocab, case.shard)
+    row = -(-case.hidden * case.itemsize // 16) * 16 + 4 * form.record_words
+    counted = 4 if form.may_miss and form.fallback else 0
+    return others * (case.rows * (row + 4 * form.message_words) + counted)
+
+
+def _sampled(inputs: Inputs, name: str, parameters: Mapping[str, Any]) -> Method | None:
+    """Full logits of the own rows by another method, then torch's sampler."""
+    logits = build(inputs, SAMPLED[name], exchange_only=False)
+    if logits is None:
+        return None
+
+    def staged(mark: Mark, **changed: Any) -> torch.Tensor:
+        own = logits.staged(mark)
+        ids = torch_sample(own, **{**parameters, **changed})
+        mark(DRAW)
+        return ids
+
+    def check(own: torch.Tensor) -> str:
+        both = torch_sample(logits.whole(), temperature=0.0), staged(unmarked, temperature=0.0)
+        return not_greedy(own, both[0]) or not_greedy(own, both[1])
+
+    return replace(
+        logits,
+        name=name,
+        title=DRAWING[name],
+        whole=lambda: torch_sample(logits.whole(), **parameters),
+        staged=staged,
+        check=check,
+    )
+
+
+def not_greedy(own: torch.Tensor, ids: torch.Tensor) -> str:
+    """Which of ids [B] is not that of the largest of own [B, V], within the rounding of a logit in
+    bf16; "" where none is.
+    """
+    best = own.amax(1).float()
+    near = best - best.abs() * 2 * torch.finfo(torch.bfloat16).eps
+    taken = own.gather(1, ids[:, None]).squeeze(1).float()
+    wrong = (~(taken >= near)).nonzero()
+    if wrong.numel() == 0:
+        return ""
+    row = int(wrong[0])
+    return f"row {row} takes {ids[row]} greedily, and {own[row].argmax()} is the largest"
+
+
+def build(
+    inputs: Inputs,
+    name: str,
+    exchange_only: bool,
+    parameters: Mapping[str, Any] | None = None,
+) -> Method | None:
+    """The method of that name for these inputs; None where it has no part in this benchmark.
+    `parameters` of a draw are those of `LMHead.sample`.
+    """
+    if name in DRAWING:
+        if exchange_only:
+            return None
+        given = parameters or {}
+        return _candidates(inputs, given) if name == CANDIDATES else _sampled(inputs, name, given)
     if name in PEERS:
         return _peer_method(inputs, PEERS[name], exchange_only)
     if name in ROOFS:

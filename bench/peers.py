@@ -37,6 +37,11 @@ from lmhead.bench.cases import Case
 from lmhead.timing import Mark
 
 GATHER, GEMM, EXCHANGE, REASSEMBLY = "hidden gather", "gemm", "exchange", "reassembly"
+# Of methods that end in tokens: candidates are found in the shard; tokens are drawn from them, or
+# from the own rows' logits.
+REDUCE, DRAW = "reduce", "draw"
+# In the order of a step.
+STAGES = (GATHER, GEMM, REDUCE, EXCHANGE, REASSEMBLY, DRAW)
 
 
 @dataclass

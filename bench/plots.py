@@ -17,7 +17,7 @@ from lmhead.bench import machine
 from lmhead.bench.cases import Case
 from lmhead.bench.kernels_bench import is_ours
 from lmhead.bench.methods import OURS
-from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, REASSEMBLY
+from lmhead.bench.peers import DRAW, EXCHANGE, GATHER, GEMM, REASSEMBLY, REDUCE, STAGES
 from lmhead.bench.results import Report, Row
 from lmhead.bench.roofline import Stage, dp_head, stages
 
@@ -26,10 +26,12 @@ COLOURS = {
     GEMM: "#999999",
     EXCHANGE: "#D55E00",
     REASSEMBLY: "#F0E442",
+    REDUCE: "#009E73",
+    DRAW: "#CC79A7",
 }
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-HATCHES = {GATHER: "", GEMM: "//", EXCHANGE: "", REASSEMBLY: ".."}
+HATCHES = {GATHER: "", GEMM: "//", EXCHANGE: "", REASSEMBLY: "..", REDUCE: "xx", DRAW: "\\\\"}
 DPI = 96
 
 
@@ -97,7 +99,8 @@ def _log_ticks(axis: Any) -> None:
 
 
 def _label(row: Row) -> str:
-    return row.title if row.name.startswith(OURS) else f"{row.name}: {row.title}"
+    own = row.sample or row.name.startswith(OURS)
+    return row.title if own else f"{row.name}: {row.title}"
 
 
 def _stages(report: Report, case: Case, rows: Sequence[Row], path: Path) -> list[Path]:
@@ -108,7 +111,7 @@ def _stages(report: Report, case: Case, rows: Sequence[Row], path: Path) -> list
     figure, (axis,) = _figure(8.0, 1.6 + 0.33 * len(shown))
     left = [0.0] * len(shown)
     places = range(len(shown))
-    for stage in (GATHER, GEMM, EXCHANGE, REASSEMBLY):
+    for stage in STAGES:
         widths = [row.stages.get(stage, 0.0) for row in shown]
         if not any(widths):
             continue
@@ -147,7 +150,7 @@ def _stages(report: Report, case: Case, rows: Sequence[Row], path: Path) -> list
     axis.set_xlabel("milliseconds, median over rounds of the slowest rank")
     axis.set_title(str(case), fontsize=10)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
-    figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=6)
+    figure.legend(fontsize=8, frameon=False, loc="outside upper center", ncols=8)
     return _finish(figure, report, path)
 
 

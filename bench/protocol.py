@@ -2,8 +2,9 @@
 
 1. Check first.  Every method's result is compared on every rank, bit for bit, with what one process
    computes; a product that rounds otherwise is held against fp64 and may be twice as far from it as
-   torch's own.  Memory that a method forgets to write is NaN by then.  A method that fails gets no
-   figure.
+   torch's own.  Tokens are compared instead where a method ends in them: lmhead's with those that
+   full logits give by the same noise, and everybody's greedy ones with the largest logits.  Memory
+   that a method forgets to write is NaN by then.  A method that fails gets no figure.
 2. Count.  One call under the profiler says what was really moved; it must be what the arithmetic
    says.
 3. Agree.  Rounds, calls and methods are compared among ranks: all make the same number of calls,
@@ -28,7 +29,8 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ from lmhead import compare, measure, reference, timing
 from lmhead.bench import counted, methods, rates
 from lmhead.bench.cases import Case
 from lmhead.bench.methods import Method
-from lmhead.bench.peers import EXCHANGE, PEERS, REASSEMBLY, Inputs
+from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, PEERS, REASSEMBLY, Inputs
 from lmhead.bench.results import Row
 from lmhead.bench.roofline import Limits, floor_us, stages
 from lmhead.comm import Call, Comm
@@ -57,6 +59,7 @@ class Settings:
     cadence: str = "isolated"
     stages: bool = True
     late_s: float = 0.0  # rank 1 comes so much later: to see that it changes nothing
+    sample: dict[str, Any] = field(default_factory=dict)  # what is drawn, as `LMHead.sample` takes
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,16 @@ def measure_case(
         time.sleep(settings.late_s)
     whole, by_stage = time_methods(found, group, device, settings, progress)
     rows = []
-    floor = _floor_ms(case, limits, settings.exchange_only)
     for name, verdict in verdicts.items():
-        row = Row.of(case, name, title_of(name, found), verdict.words, floor_ms=floor)
+        row = Row.of(case, name, title_of(name, found), verdict.words)
+        row.floor_ms = _floor_ms(case, limits, settings.exchange_only)
+        if name in methods.DRAWING:
+            row.sample = words_of(settings.sample)
         if name in whole:
             method, took = found[name][0], by_stage.get(name, {})
             row.roof = method.roof
+            if not method.exchanges_logits:
+                row.floor_ms = _floor_ms(case, limits, False, (GATHER, GEMM))
             row.time(whole[name])
             row.stages = {stage: timed.median * 1e3 for stage, timed in took.items()}
             row.stage_spread = {stage: timed.spread * 1e3 for stage, timed in took.items()}
@@ -225,6 +232,7 @@ def _agree(case: Case, group: dist.ProcessGroup, device: torch.device, settings:
         "rounds": settings.rounds,
         "cadence": settings.cadence,
         "stages": settings.stages,
+        "sample": settings.sample,
     }
     call = Call("bench", (), 0, case.dtype, 0)
     Comm(group, device).agree(fields, None, call, device)
@@ -280,23 +288,32 @@ def _build(
     try:
         # Compiled code would be compiled once more for it.
         with _poisoned_memory(name != "f"):
-            built = [methods.build(inputs, name, settings.exchange_only) for inputs in sets]
+            how = settings.exchange_only, settings.sample
+            built = [methods.build(inputs, name, *how) for inputs in sets]
             if built[0] is None:
                 return [], None
             ready = [method for method in built if method is not None]
             if ready[0].roof:
                 ready[0].whole()
                 return ready, Verdict(True, "a part")
+            if ready[0].check is not None:
+                return ready, _judge_tokens(ready[0].check(truth.own))
             return ready, truth.judge(ready[0].whole())
     except Exception as error:  # a backend or a compiler that cannot
         first = (str(error).strip().splitlines() or [""])[0]
         return [], Verdict(False, f"not here: {type(error).__name__}: {first}"[:160])
 
 
+def _judge_tokens(objection: str) -> Verdict:
+    return Verdict(not objection, f"WRONG: {objection}" if objection else "checked: tokens")
+
+
 def _judge_staged(method: Method, truth: Truth) -> Verdict:
     if method.roof:
         method.staged(lambda stage: None)
         return Verdict(True, "a part")
+    if method.check is not None:  # of both calls at once
+        return _judge_tokens("")
     with _poisoned_memory(True):
         return truth.judge(method.staged(lambda stage: None))
 
@@ -331,14 +348,20 @@ def together(verdict: Verdict, group: dist.ProcessGroup) -> Verdict:
 def title_of(name: str, found: Mapping[str, list[Method]]) -> str:
     if name in found:
         return found[name][0].title
-    known = {way.name: way.title for way in methods.OUR_WAYS}
+    known = {way.name: way.title for way in methods.OUR_WAYS} | methods.DRAWING
     return known.get(name) or (PEERS[name].title if name in PEERS else name)
 
 
-def _floor_ms(case: Case, limits: Limits, exchange_only: bool) -> float:
-    if not exchange_only:
+def words_of(parameters: Mapping[str, Any]) -> str:
+    """Parameters of a draw as a command line takes them."""
+    return ",".join(f"{name}={value:g}" for name, value in parameters.items()) or "temperature=1"
+
+
+def _floor_ms(case: Case, limits: Limits, exchange_only: bool, parts: Sequence[str] = ()) -> float:
+    """Of all stages, of the exchange's alone, or of `parts`."""
+    if not exchange_only and not parts:
         return floor_us(limits, case.step) * 1e-3
-    parts = (EXCHANGE, REASSEMBLY)
+    parts = parts or (EXCHANGE, REASSEMBLY)
     return sum(s.floor_us for s in stages(limits, case.step) if s.name in parts) * 1e-3
 
 

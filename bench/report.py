@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from lmhead.bench import machine
 from lmhead.bench.gpu_report import columns
 from lmhead.bench.kernels_bench import COPY, PERMUTE, is_ours
-from lmhead.bench.methods import OURS
-from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, REASSEMBLY
+from lmhead.bench.methods import CANDIDATES, OURS
+from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, STAGES
 from lmhead.bench.results import Change, Report, Row
 from lmhead.bench.roofline import PUBLISHED_SOURCE, PUBLISHED_STEP, Limits, break_even, published
 from lmhead.devices import DEVICES
 
-STAGES = (GATHER, GEMM, EXCHANGE, REASSEMBLY)
 # Columns of a table where standard output is no terminal.
-WIDTH = 150
+WIDTH = 170
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def render(report: Report) -> str:
             parts.append(_kernel_table(f"{part}, {case}", rows))
         elif report.kind != "scale":
             parts.append(_method_table(str(case), rows))
-            parts += list(claims(rows))
+            parts += [*claims(rows), *draw_claims(rows)]
         if report.kind != "kernels":
             parts += [f"  FLAG {row.name}: {flag}" for row in rows for flag in row.flags]
     if report.kind == "scale":
@@ -106,7 +105,8 @@ def _method_table(title: str, rows: Sequence[Row]) -> Table:
     header = ("method", "ms", "+-", "of ours", "of floor", *stages, "MB moved", "checked")
     lines = []
     for row in rows:
-        label = row.title if row.name.startswith((OURS, "roof")) else f"{row.name}  {row.title}"
+        own = row.sample or row.name.startswith((OURS, "roof"))
+        label = row.title if own else f"{row.name}  {row.title}"
         lines.append(
             (
                 label,
@@ -147,6 +147,33 @@ def claims(rows: Sequence[Row]) -> Iterator[str]:
                 f"  stages beyond {words}: lmhead {mine:.1f} ms, b {theirs:.1f} ms, "
                 f"ratio {mine / theirs:.2f}"
             )
+
+
+def draw_claims(rows: Sequence[Row]) -> Iterator[str]:
+    """What drawing from candidates saves, in words."""
+    by_name = {row.name: row for row in rows if row.ms}
+    ours = by_name.get(CANDIDATES)
+    if ours is None:
+        return
+    yield f"  tokens are drawn with {ours.sample}"
+    for row in rows:
+        if not row.sample or row is ours or not row.each_ms:
+            continue
+        slower = row.over(ours)
+        words = (
+            f"  round by round, {row.title} takes {slower.median:.2f} +- {slower.spread:.2f} times "
+            "candidates' time"
+        )
+        mine, theirs = (
+            sum(ms for stage, ms in which.stages.items() if stage not in (GATHER, GEMM))
+            for which in (ours, row)
+        )
+        if mine and theirs:
+            words += (
+                f"; after the GEMM, candidates {mine:.1f} ms of {theirs:.1f} ms, "
+                f"ratio {mine / theirs:.2f}"
+            )
+        yield words
 
 
 def beyond(rows: Sequence[Row], name: str, without: Sequence[str]) -> float | None:

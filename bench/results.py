@@ -19,7 +19,7 @@ from lmhead.timing import Timing
 
 FORMAT = 1
 # What makes two rows of two files the same measurement.
-KEY = ("model", "vocab", "hidden", "ranks", "rows", "dtype", "part", "name")
+KEY = ("model", "vocab", "hidden", "ranks", "rows", "dtype", "part", "name", "sample")
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Row:
     title: str
     checked: str
     part: str = ""  # of `bench kernels`: "gemm" or "reassembly"
+    sample: str = ""  # what is drawn, of a method that ends in tokens
     ms: float | None = None
     spread_ms: float = 0.0
     each_ms: list[float] = field(default_factory=list)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lmhead import launch
-from lmhead.bench import machine, protocol, rates
+from lmhead.bench import machine, methods, protocol, rates
 from lmhead.bench.cases import Case
 from lmhead.bench.protocol import Settings
 from lmhead.bench.results import Report
@@ -119,11 +119,15 @@ def _bytes(case: Case, settings: Settings) -> int:
     ours = sum(name.startswith("lmhead") for name in names)
     own = (4 + 2 * twice * ours) * partial + 3 * case.rows * case.vocab * 4
     fresh = {"a": 2, "a-lean": 1, "e": 3}
-    everything = max([0, *(count for name, count in fresh.items() if name in names)])
+    full = names | {logits for name, logits in methods.SAMPLED.items() if name in names}
+    everything = max([0, *(count for name, count in fresh.items() if name in full)])
     everything += twice if "lmhead-all-gather" in names else 0
     own += everything * case.ranks * partial
     if settings.exchange_only:
         return own
+    if names & set(methods.DRAWING):
+        ours = sum(name in names for name in (methods.CANDIDATES, "lmhead-torch"))
+        own += 2 * ours * partial + 8 * case.rows * case.vocab * 4  # a sampler's copies
     weight = case.shard * case.hidden * case.itemsize
     return own + weight * (6 + (2 * case.ranks if "g" in settings.names else 0))
 

@@ -13,10 +13,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lmhead import demo, tables, tune
+from lmhead import demo, sampling, tables, tune
 from lmhead.bench import command as bench_command
 from lmhead.bench import inspection
 from lmhead.bench.cases import MODELS, RANKS, Model
@@ -40,6 +41,13 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
+
+
+def _sample(text: str) -> dict[str, Any]:
+    try:
+        return sampling.parameters_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +128,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
             "is timed, beside the rates that this machine reaches."
         ),
     )
-    bench_command.add(command, _positive)
+    bench_command.add(command, _positive, _sample)
     command.set_defaults(run=bench_command.run)
 
 

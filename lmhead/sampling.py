@@ -428,6 +428,31 @@ class Request:
         return Records(torch.cat(parts, dim=1), form)
 
 
+# What a command line may say of a draw, and how its values are read.
+TOLD = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
+
+
+def parameters_of(text: str) -> dict[str, Any]:
+    """ "temperature=0.8,top_k=20" -> what `LMHead.sample` takes by these names.  ValueError, in one
+    line, for what cannot be meant.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in TOLD or name in found:
+            raise ValueError(
+                f"{part.strip()!r} is not one of {', '.join(TOLD)}, each once, as NAME=NUMBER"
+            )
+        try:
+            found[name] = TOLD[name](value)
+        except ValueError:
+            kind = "a whole number" if TOLD[name] is int else "a number"
+            raise ValueError(f"{name} must be {kind}, got {value!r}") from None
+    Request(**found).form(vocab_size=1, shard=1)
+    Request(**found).check(0, 1, torch.device("cpu"), values=True)
+    return found
+
+
 def unseeded(rows: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Seeds and positions, [B] int64 each, of rows that have none: from torch's default generator,
     which a captured graph and compiled code carry on with, and apart on every rank even where all

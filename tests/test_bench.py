@@ -24,6 +24,7 @@ from lmhead import cli
 from lmhead.bench import command, methods, plots, report, results, suites
 from lmhead.bench.peers import PEERS
 from lmhead.bench.results import Report, Row
+from lmhead.bench.torch_sampler import torch_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # f is compiled, which takes its ranks many seconds: it has a test of its own.
@@ -92,6 +93,77 @@ def test_head_times_every_method_and_its_stages(capsys: pytest.CaptureFixture[st
     limits = found["limits"]["4"]
     assert min(limits[name] for name in ("memory", "math", "wire")) > 0
     assert all(row["floor_ms"] > 0 for row in found["rows"])
+
+
+def message_bytes(rows: int, record_words: int, message_words: int, missed: bool) -> int:
+    """What a rank is sent by three others: hidden rows with records behind them, and messages."""
+    return 3 * (rows * (32 * 2 + 4 * record_words + 4 * message_words) + (4 if missed else 0))
+
+
+@pytest.mark.parametrize(
+    ("sample", "words", "missed"),
+    [("temperature=0.7", 2, False), ("top_k=20,top_p=0.95", 40, False), ("top_p=0.9", 130, True)],
+)
+def test_head_ends_in_tokens_by_several_ways(
+    sample: str, words: int, missed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = (methods.OURS, *methods.DRAWING)
+    sizes = (*SMALL, "--ranks", "4", "--rows", "3")
+    found = as_json(capsys, "head", *sizes, "--sample", sample, "--methods", *names)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert set(rows) == set(names)
+    assert_sound(found["rows"])
+    assert {row["sample"] for row in rows.values()} == {"", sample}
+    own = rows["candidates"]
+    stages = ["hidden gather", "gemm", "reduce", "exchange", "draw"]
+    assert list(own["stages"])[:5] == stages
+    # A nucleus of nearly flat logits is not covered: full logits are exchanged after all.
+    full = 3 * 3 * 251 * 2 if "reassembly" in own["stages"] else 0
+    assert own["bytes"] == message_bytes(3, 8, words, missed) + full
+    assert full == 0 or missed
+    for name, logits in methods.SAMPLED.items():
+        assert list(rows[name]["stages"])[-2:] == ["reassembly", "draw"]
+        if logits in rows:
+            assert rows[name]["bytes"] == rows[logits]["bytes"]
+    assert 0 < own["floor_ms"] < rows["lmhead"]["floor_ms"] == rows["a-torch"]["floor_ms"]
+
+
+def test_drawing_is_told_in_words_and_drawn_as_stages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = (*SMALL, "--ranks", "2", "--rows", "2", "--methods", *methods.DRAWING)
+    text = bench(capsys, "head", *sizes, "--plot", str(tmp_path))
+    assert "tokens are drawn with temperature=1\n" in text
+    assert "round by round, a + torch sampling takes " in text and "after the GEMM, " in text
+    assert (tmp_path / "head-stages.png").stat().st_size > 10_000
+
+
+def test_torchs_sampler_draws_what_the_filters_leave() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(1, 12).mul_(2).expand(20_000, 12)
+    chances = (logits[0].double() / 0.8).softmax(0)
+    order = chances.argsort(descending=True)
+    for given, kept in (
+        ({}, 12),
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.8}, int((chances[order].cumsum(0) < 0.8).sum()) + 1),
+        ({"min_p": float(chances[order[4]] / chances[order[0]]) * 0.99}, 5),
+        ({"top_k": 5, "top_p": 1e-9}, 1),
+    ):
+        drawn = torch_sample(logits, temperature=0.8, **given)
+        want = torch.zeros(12, dtype=torch.float64)
+        want[order[:kept]] = chances[order[:kept]] / chances[order[:kept]].sum()
+        shares = drawn.bincount(minlength=12) / drawn.numel()
+        assert (shares - want).abs().max() < 0.02 and not shares[want == 0].any()
+    assert torch.equal(torch_sample(logits, temperature=0.0), logits.argmax(1))
+
+
+def test_a_token_that_is_not_the_largest_is_an_objection() -> None:
+    own = torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 5.0]])
+    assert methods.not_greedy(own, torch.tensor([2, 2])) == ""
+    assert methods.not_greedy(own, torch.tensor([1, 1])).startswith("row 1 takes 1 greedily, and 2")
+    assert methods.not_greedy(own * torch.nan, torch.tensor([1, 1]))
 
 
 def test_a_compiled_peer_is_checked_and_counted_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +373,11 @@ def test_a_file_that_is_none_is_one_line(
         ["exchange", "--methods", "carrier-pigeon"],
         ["exchange", "--cadence", "sometimes"],
         ["head", "--late", "-1"],
+        ["head", "--sample", "top_k"],
+        ["head", "--sample", "top_k=2.5"],
+        ["head", "--sample", "temperature=-1"],
+        ["head", "--sample", "top_p=0.9,top_p=0.8"],
+        ["exchange", "--sample", "top_k=2"],
         ["kernels", "--rounds", "many"],
         ["scale", "--json", "--csv"],
         ["head", "--compare", "x", "--fail-over", "nan"],

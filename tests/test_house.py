@@ -59,7 +59,7 @@ ALLOWED = {
     "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},
     "cli": {
         *("bench", "comm", "demo", "devices", "head", "kernels", "launch"),
-        *("progress", "tables", "tune", "tune_ranks"),
+        *("progress", "sampling", "tables", "tune", "tune_ranks"),
     },
 }
 RUNTIME = {"torch", "triton", "lmhead"}

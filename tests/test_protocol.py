@@ -93,6 +93,26 @@ def test_what_fails_its_check_gets_no_figure(
             assert odd.checked.endswith("(rank 1)")  # which every rank is told
 
 
+def job_wrong_tokens(rank: int, ranks: int) -> list[Row]:
+    """A sampler that is off by a token on rank 1."""
+    right = methods.torch_sample
+    methods.torch_sample = lambda *given, **more: (right(*given, **more) + rank) % CASE.vocab
+    try:
+        names = ("candidates", "lmhead-torch", "a-torch")
+        return measured(rank, CASE, names, exchange_only=False, sample={"top_k": 3})
+    finally:
+        methods.torch_sample = right
+
+
+def test_wrong_tokens_get_no_figure() -> None:
+    for rows in pool(2).run(job_wrong_tokens):
+        ours, *others = rows
+        assert ours.ms and ours.checked == "checked: tokens" and ours.sample == "top_k=3"
+        for row in others:
+            assert row.ms is None and row.checked.startswith("WRONG: row ")
+            assert row.checked.endswith("(rank 1)")
+
+
 # Agree; the same number of calls, whatever the clocks say (I12).
 
 

@@ -19,6 +19,16 @@ from lmhead import ranges
 WIDTH = 8
 
 
+def test_a_benchmark_is_told_of_stages_that_have_ended() -> None:
+    head = lmhead.LMHead(torch.eye(4), 4)
+    told: list[str] = []
+    with ranges.told(told.append):
+        head.sample(torch.eye(4), temperature=0.0)
+    assert told == ["gemm", "reduce", "merge"]
+    head.sample(torch.eye(4), temperature=0.0)
+    assert len(told) == 3
+
+
 def _stages(call: Callable[[], Any]) -> list[str]:
     """The ranges of ours in a CPU profile of `call`, in the order in which they begin."""
     with profile(activities=[ProfilerActivity.CPU]) as prof:

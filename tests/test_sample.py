@@ -5,6 +5,7 @@ parameters; and what rows without a token give.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from data_head import collectives, normal, raised, shard_of
 from ranks import pool
 
 import lmhead
+from lmhead.sampling import parameters_of
 
 ROWS = 6
 
@@ -153,6 +155,23 @@ def test_bad_parameters_are_told_with_their_numbers() -> None:
     ):
         error = raised(lambda given=given: head.sample(hidden, **given))
         assert error.error == "ValueError" and text in error.text and not error.collectives
+
+
+def test_parameters_are_read_off_a_line_of_text() -> None:
+    found = parameters_of("temperature=0.8, top_k=20,top_p=0.95")
+    assert found == {"temperature": 0.8, "top_k": 20, "top_p": 0.95}
+    for text, words in (
+        ("", "'' is not one of temperature, top_k, top_p, min_p"),
+        ("top_k=1,top_k=2", "'top_k=2' is not one of"),
+        ("warmth=1", "'warmth=1' is not one of"),
+        ("top_k=1.5", "top_k must be a whole number, got '1.5'"),
+        ("min_p=", "min_p must be a number, got ''"),
+        ("temperature=nan", "finite and at least 0, got nan"),
+        ("top_p=0", "above 0"),
+        ("top_k=-7", "-7"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            parameters_of(text)
 
 
 def test_masks_biases_and_penalties_change_what_is_drawn() -> None:

@@ -61,9 +61,9 @@ def key_ids(key: torch.Tensor) -> torch.Tensor:
     return torch.where(key == _NO_KEY, NONE, _LAST_ID - (key & 0xFFFFFFFF))
 
 
-def first_keys(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
+def first_keys(x: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `count` keys, in order, of each row of x [R, W] fp32, whose columns are the ids
-    from `first` on; [R, min(count, W)].
+    from `first` on, [R, min(count, W)]; and each row's maximum [R], NaN where it holds one.
 
     A token among the first `count` lies in one of the first `count` bands by their maxima: of any
     other band's tokens at least so many maxima come before.
@@ -73,16 +73,17 @@ def first_keys(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
     if width % BAND:
         x = torch.nn.functional.pad(x, (0, -width % BAND), value=-math.inf)
     bands = x.view(rows, -1, BAND)
+    peaks = bands.amax(2)
     if bands.shape[1] > count:
         numbers = torch.arange(bands.shape[1], device=x.device)
-        chosen = key_ids(keys(bands.amax(2), numbers).topk(count, dim=1).values)[:, :, None]
+        chosen = key_ids(keys(peaks, numbers).topk(count, dim=1).values)[:, :, None]
         bands = bands.gather(1, chosen.clamp(min=0).expand(-1, -1, BAND))
         # Where fewer bands than asked for hold anything, the rest stands for none.
         bands = bands.masked_fill_(chosen < 0, -math.inf)
     else:
         chosen = torch.arange(bands.shape[1], device=x.device)[None, :, None]
     ids = first + chosen * BAND + torch.arange(BAND, device=x.device)
-    return keys(bands, ids).view(rows, -1).topk(count, dim=1).values
+    return keys(bands, ids).view(rows, -1).topk(count, dim=1).values, peaks.amax(1)
 
 
 @dataclass
@@ -115,12 +116,13 @@ def reduce(
     Works in blocks, so that no fp32 copy of a bf16 partial ever exists.  Returns `out`.
     """
     width = max(0, min(partial.shape[1], vocab_size - first))
-    rows = max(1, min(partial.shape[0], 512))
-    columns = max(BAND, BLOCK_ELEMENTS // rows // BAND * BAND)
+    # Rows as wide as possible: every block of a row has first candidates of its own.
+    columns = max(BAND, min(-(-width // BAND) * BAND, BLOCK_ELEMENTS))
+    rows = max(1, BLOCK_ELEMENTS // columns)
     for row in range(0, partial.shape[0], rows):
         part = slice(row, row + rows)
         own = records.rows(part)
-        allowed = None if mask is None else mask[part]
+        allowed = None if mask is None else mask[part, :width]
         _reduce_rows(partial[part, :width], first, own, allowed, columns, out[part])
     return out
 
@@ -163,14 +165,14 @@ def _reduce_rows(
         if form.asked:
             asked += gather(raw, records.asked_ids, begin, 0.0)
         if form.top:
-            found.top.append(first_keys(raw, begin, form.top_sent))
+            found.top.append(first_keys(raw, begin, form.top_sent)[0])
         allowed = None if mask is None else mask[:, start : start + raw.shape[1]]
         x = edit(raw, begin, records, allowed)
-        peak = x.amax(1)  # of a row with a NaN: NaN
-        found.nan |= peak.isnan()
         if form.by_mass:
             _add_mass(found, x, records.inverse_temperature)
-        found.keys.append(first_keys(x, begin, form.candidates))
+        first_of, peak = first_keys(x, begin, form.candidates)
+        found.keys.append(first_of)
+        found.nan |= peak.isnan()
         if noisy is not None:
             _add_drawn(found, x, begin, records, noisy)
     _write(found, asked, partial, first, records, noisy is not None, out)
@@ -230,12 +232,24 @@ def _add_drawn(
         if noisy.numel() < x.shape[0]:
             x = x[noisy]
         seeds, positions, inverse = seeds[noisy], positions[noisy], inverse[noisy]
-        word = noise.words_of_range(seeds, positions, begin, x.shape[1])
-        near = noise.gumbel_near(word).addcmul_(x, inverse[:, None])
-        row, column = (near >= (near.amax(1) - MARGIN)[:, None]).nonzero(as_tuple=True)
-        score = x[row, column] * inverse[row] + noise.gumbel(word[row, column])
+        # By the four ids that share a call of Philox, each lane of them for itself.
+        lead = begin % noise.LANES
+        tail = -(lead + x.shape[1]) % noise.LANES
+        fours = torch.nn.functional.pad(x, (lead, tail), value=-math.inf) if lead or tail else x
+        fours = fours.view(x.shape[0], -1, noise.LANES)
+        first = begin // noise.LANES
+        lanes = noise.lanes_of_range(seeds, positions, first, fours.shape[1])
+        near = None
+        for lane, word in enumerate(lanes):
+            score = noise.gumbel_near(word).addcmul_(fours[:, :, lane], inverse[:, None])
+            near = score if near is None else torch.maximum(near, score, out=near)
+        assert near is not None
+        row, four = (near >= (near.amax(1) - MARGIN)[:, None]).nonzero(as_tuple=True)
+        word = torch.stack([word[row, four] for word in lanes], 1)
+        score = fours[row, four] * inverse[row][:, None] + noise.gumbel(word)
+        ids = (first + four)[:, None] * noise.LANES + torch.arange(noise.LANES)
         best = torch.full(noisy.shape, _NO_KEY, dtype=torch.int64)
-        best.scatter_reduce_(0, row, keys(score, begin + column), "amax")
+        best.scatter_reduce_(0, row, keys(score, ids).amax(1), "amax")
         column = (key_ids(best) - begin).clamp_(min=0)
         value = x.gather(1, column[:, None]).squeeze(1)
         best = torch.full_like(found.drawn, _NO_KEY).index_copy_(0, noisy, best)

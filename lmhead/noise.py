@@ -62,19 +62,28 @@ def philox(
     """
     shape = torch.broadcast_shapes(seeds.shape, positions.shape, groups.shape)
     key = [seeds & _WORD, (seeds >> 32) & _WORD]
-    c0 = (groups & _WORD).expand(shape)
-    c1 = (positions & _WORD).expand(shape)
-    c2 = ((positions >> 32) & _WORD).expand(shape)
-    c3 = c0.new_zeros(()).expand(shape)
+    c0, c1 = groups & _WORD, positions & _WORD
+    c2, c3 = (positions >> 32) & _WORD, torch.zeros_like(groups)
     for _ in range(ROUNDS):
         # A product of two words wraps in int64, but its bits are right; the shift drags the sign
-        # in, and the mask takes it out again.
+        # in, and one mask takes it out again with what lies above the words of c1 and c3.  Shapes
+        # are those of the arguments until they have been mixed.
         even, odd = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
-        c0 = (odd >> 32).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(key[0])
-        c2 = (even >> 32).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(key[1])
-        c1, c3 = odd.bitwise_and_(_WORD), even.bitwise_and_(_WORD)
+        c0, c2 = _mixed(odd, c1, key[0], shape), _mixed(even, c3, key[1], shape)
+        c1, c3 = odd, even
         key = [(word + step) & _WORD for word, step in zip(key, _WEYL, strict=True)]
-    return c0, c1, c2, c3
+    c1, c3 = c1 & _WORD, c3 & _WORD
+    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
+
+
+def _mixed(
+    product: torch.Tensor, word: torch.Tensor, key: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """The upper word of `product`, mixed with `word` and `key`; in place once of the full shape."""
+    mixed = product >> 32
+    for other in (word, key):
+        mixed = mixed.bitwise_xor_(other) if mixed.shape == shape else mixed ^ other
+    return mixed.bitwise_and_(_WORD)
 
 
 def words(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -93,11 +102,20 @@ def words_of_range(
     of Philox for four.
     """
     start = first // LANES
-    groups = torch.arange(start, -(-(first + count) // LANES), device=seeds.device)
-    lanes = philox(seeds[:, None], positions[:, None], groups[None])
+    lanes = lanes_of_range(seeds, positions, start, -(-(first + count) // LANES) - start)
     together = torch.stack(lanes, dim=2).view(seeds.shape[0], -1)
     skipped = first - start * LANES
     return together[:, skipped : skipped + count]
+
+
+def lanes_of_range(
+    seeds: torch.Tensor, positions: torch.Tensor, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """seeds and positions [R] -> the words [R, count] of the ids 4 * i + lane, i from `first` on,
+    for each of the four lanes.
+    """
+    groups = torch.arange(first, first + count, device=seeds.device)
+    return philox(seeds[:, None], positions[:, None], groups[None])
 
 
 def uniform(word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

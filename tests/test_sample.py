@@ -14,7 +14,8 @@ from data_head import collectives, normal, raised, shard_of
 from ranks import pool
 
 import lmhead
-from lmhead.sampling import parameters_of
+from lmhead import candidates, noise
+from lmhead.sampling import Request, parameters_of
 
 ROWS = 6
 
@@ -189,3 +190,38 @@ def test_masks_biases_and_penalties_change_what_is_drawn() -> None:
     found = head.sample(hidden, temperature=0.0, mask=allowed, logprobs=0)
     assert isinstance(found, lmhead.Sample) and found.logprobs is not None
     assert torch.allclose(found.logprobs, torch.log_softmax(hidden, 1)[:, 2], atol=1e-6)
+
+
+def _masked(rank: int, ranks: int, vocab: int) -> bool:
+    full = normal(ranks * ROWS, vocab, seed=7)
+    partial = shard_of(full.t().contiguous(), ranks, rank).t().contiguous()
+    mask = normal(ROWS, vocab, seed=8 + rank) > 0.5
+    given = {"mask": mask, "top_k": 5, "seeds": rank, "positions": 3}
+    drawn = lmhead.sample_exchange(partial, vocab_size=vocab, **given)
+    routed = lmhead.sample_exchange(partial, vocab_size=vocab, route="all_gather", **given)
+    return torch.equal(drawn.ids, routed.ids) and bool(mask.gather(1, drawn.ids[:, None]).all())
+
+
+@pytest.mark.parametrize("vocab", [64, 66, 997])
+def test_a_mask_ends_with_the_vocabulary_on_a_padded_shard(vocab: int) -> None:
+    assert pool(4).run(_masked, vocab) == [True] * 4
+
+
+def test_blocks_and_lanes_do_not_change_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one row, of few columns, and columns that begin amid four ids."""
+    x, found = normal(3, 210, seed=9), []
+    for block, first in ((1 << 20, 0), (64, 0), (1 << 20, 203)):
+        monkeypatch.setattr(candidates, "BLOCK_ELEMENTS", block)
+        request = Request(seeds=torch.tensor([1, 2, 3]), positions=torch.tensor([4, 5, 6]))
+        form = request.form(413, 210)
+        none = torch.zeros(3, dtype=torch.int64)
+        records = request.records(3, form, 413, x.device, (none, none))
+        out = torch.empty(3, form.message_words, dtype=torch.int32)
+        candidates.reduce(x, first, 413, records, None, out)
+        ids = out[:, form.slices()["ids"]].long()
+        places = first + torch.arange(210)
+        word = noise.words(records.seeds[:, None], records.positions[:, None], places)
+        score = x + noise.gumbel(word)
+        assert torch.equal(ids[:, 0] - first, score.argmax(1))
+        found.append(out)
+    assert torch.equal(found[0], found[1])

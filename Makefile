@@ -27,7 +27,7 @@ test-all: $(VENV)/.test
 test-triton36: $(VENV)/.test $(OLD_TRITON)/.done
 	PYTHONPATH=$(OLD_TRITON) $(RUN)/python -m pytest tests/test_config.py tests/test_tiles.py \
 		tests/test_reassemble.py tests/test_gemm.py tests/test_codegen.py tests/test_cases_h.py \
-		tests/test_cases_m.py $(ARGS)
+		tests/test_cases_m.py tests/test_sample_kernels.py tests/test_sample_codegen.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN)/ruff check .

@@ -295,17 +295,16 @@ def test_e16_no_word_wins_always() -> None:
 
 def test_e17_a_row_does_not_change_with_its_batch_mates() -> None:
     """Row A with seed 7; row B filtered and not, by number and by tensor, before A and after."""
-    full = normal(2, 60, seed=6) * 2
-    tokens = []
-    for order in ([0, 1], [1, 0]):
-        seeds = torch.tensor([7, 9])[order]
-        place = order.index(0)
-        for k in (0, 1, 5):
-            filters = torch.tensor([0, k])[order]
-            given = {"seeds": seeds, "positions": torch.tensor([3, 3]), "top_k": filters}
-            tokens.append(everywhere(full[order], **given)[place])
-    alone = everywhere(full[:1], seeds=7, positions=3)
-    assert set(tokens) == set(alone)
+    full = normal(2, 60, seed=6)
+    for position in range(8):
+        tokens = []
+        for order in ([0, 1], [1, 0]):
+            seeds, place = torch.tensor([7, 9])[order], order.index(0)
+            for k in (0, 5):
+                filters = torch.tensor([0, k])[order]
+                given = {"seeds": seeds, "positions": position, "top_k": filters}
+                tokens.append(everywhere(full[order], **given)[place])
+        assert set(tokens) == set(everywhere(full[:1], seeds=7, positions=position))
 
 
 def test_e18_every_row_has_its_own_seed() -> None:

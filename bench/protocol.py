@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmhead import compare, measure, reference, timing
+from lmhead import compare, measure, reference, sampling, timing
 from lmhead.bench import counted, methods, rates
 from lmhead.bench.cases import Case
 from lmhead.bench.methods import Method
@@ -110,7 +110,7 @@ def measure_case(
         row = Row.of(case, name, title_of(name, found), verdict.words)
         row.floor_ms = _floor_ms(case, limits, settings.exchange_only)
         if name in methods.DRAWING:
-            row.sample = words_of(settings.sample)
+            row.sample = sampling.text_of(settings.sample)
         if name in whole:
             method, took = found[name][0], by_stage.get(name, {})
             row.roof = method.roof
@@ -350,11 +350,6 @@ def title_of(name: str, found: Mapping[str, list[Method]]) -> str:
         return found[name][0].title
     known = {way.name: way.title for way in methods.OUR_WAYS} | methods.DRAWING
     return known.get(name) or (PEERS[name].title if name in PEERS else name)
-
-
-def words_of(parameters: Mapping[str, Any]) -> str:
-    """Parameters of a draw as a command line takes them."""
-    return ",".join(f"{name}={value:g}" for name, value in parameters.items()) or "temperature=1"
 
 
 def _floor_ms(case: Case, limits: Limits, exchange_only: bool, parts: Sequence[str] = ()) -> float:

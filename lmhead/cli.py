@@ -50,6 +50,12 @@ def _sample(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**62 - 1")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lmhead", description="The LM head for models whose attention is data-parallel."
@@ -114,6 +120,20 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         default="eager",
         help="how the decode loop calls the head: eager; compile: torch.compile(fullgraph=True); "
         "graph: replayed CUDA graphs, which need a GPU per rank (default %(default)s)",
+    )
+    show.add_argument(
+        "--sample",
+        type=_sample,
+        metavar="NAME=NUMBER,...",
+        help="draw tokens from candidates instead of taking the likeliest: temperature, top_k, "
+        "top_p, min_p, as in temperature=0.8,top_p=0.95",
+    )
+    show.add_argument(
+        "--seed",
+        type=_seed,
+        metavar="S",
+        help="with --sample: the first sequence's seed; each has one more than the one before "
+        "(default 0)",
     )
     show.add_argument("--json", action="store_true", help="print the report as one JSON object")
     show.set_defaults(run=_demo)
@@ -238,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.seed is not None and arguments.sample is None:
+        raise ValueError("--seed goes with --sample: the likeliest token is not drawn")
     options = demo.Options(
         model=arguments.model,
         ranks=arguments.ranks,
@@ -246,6 +268,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         route=arguments.route,
         rounds=arguments.rounds,
         loop=arguments.loop,
+        sample=arguments.sample,
+        seed=arguments.seed or 0,
     )
     report = demo.run(options)
     if report is None:  # another rank of torchrun prints

@@ -2,15 +2,18 @@
 vocabulary.
 
 Every rank runs the whole model body on its own prompts and LMHead on its own hidden rows; the
-tokens must be those of one process with the model's own head.  `synthetic` is the head alone at
-DeepSeek-V4-Pro's vocabulary, without any package but torch.
+tokens must be those of one process with the model's own head: the likeliest, or those that are
+drawn from candidates, which must be what one process draws from full logits by the same noise.
+`synthetic` is the head alone at DeepSeek-V4-Pro's vocabulary, without any package but torch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmhead import compare, launch, timing
+from lmhead import compare, launch, sampling, timing
 from lmhead.graphs import DecodeGraphs
 from lmhead.head import LMHead
 from lmhead.launch import LaunchError
+from lmhead.own_gemm import sample_exchange
 from lmhead.shapes import Rows, moved_bytes, shard_rows
 
 ROUTES = ("all_to_all", "all_gather")
@@ -56,6 +60,8 @@ class Options:
     route: str | None = None
     rounds: int = 10
     loop: str = "eager"
+    sample: dict[str, Any] | None = None  # as `LMHead.sample` takes; None: the likeliest tokens
+    seed: int = 0  # of the first sequence; each has one more than the one before
 
 
 @dataclass
@@ -77,6 +83,8 @@ class Report:
     identical: bool
     verdict: str
     texts: list[list[str]] = field(default_factory=list)  # per rank
+    sample: str = ""  # what was drawn with
+    draws: dict[str, int] = field(default_factory=dict)  # steps by route
 
     @property
     def ratio(self) -> float | None:
@@ -100,6 +108,9 @@ class Report:
             f"{self.vocab_size} tokens in {self.dtype}; {self.loop} loop; "
             f"route: {self.route} ({self.reason})"
         )
+        if self.sample:
+            steps = ", ".join(f"{count} steps by {route}" for route, count in self.draws.items())
+            yield f"drawn with {self.sample}: {steps}"
         if self.head_ms:
             yield f"{'head, one step':<16}{'exchanged per rank':>20}{'median':>12}{'spread':>10}"
         for name, median in self.head_ms.items():
@@ -117,6 +128,8 @@ def run(options: Options) -> Report | None:
     line.
     """
     here = launch.local_ranks(launch.world_size(options.ranks))
+    if options.sample is not None and (options.model == "synthetic" or options.loop != "eager"):
+        raise LaunchError("--sample decodes the real model, in the eager loop")
     if options.loop == "graph" and not launch.on_cuda(here):
         raise LaunchError(
             f"--loop graph needs a CUDA device for each of {here} ranks, and this machine has "
@@ -208,12 +221,44 @@ def _timed(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Greedy tokens of one rank's rows: ids [rows, tokens], and at each the distance to the runner-
-    up.
+    """Tokens of one rank's rows: ids [rows, tokens], and at each greedy one the distance to the
+    runner-up.
     """
 
     ids: list[list[int]]
     gaps: list[list[float]]
+
+
+# hidden [B, H] and the positions [B] of its tokens -> the next ids [B], and the greedy ones' gaps.
+Choose = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, list[float]]]
+
+
+def _greedy(head: Callable[[torch.Tensor], torch.Tensor]) -> Choose:
+    def choose(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        logits = head(hidden)
+        return logits.argmax(dim=-1), [compare.top2_gap(row) for row in logits]
+
+    return choose
+
+
+def _draw(
+    sample: Callable[..., Any], options: Options, rank: int, routes: Counter[str] | None = None
+) -> Choose:
+    """`sample` takes hidden rows and `LMHead.sample`'s parameters.  A sequence's seed goes by its
+    number among those of all ranks, so its tokens do not depend on how many there are.
+    """
+    assert options.sample is not None
+    parameters = options.sample
+    first = options.seed + rank * PROMPTS_PER_RANK
+
+    def choose(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        seeds = torch.arange(first, first + hidden.shape[0], device=hidden.device)
+        found = sample(hidden, seeds=seeds, positions=positions, **parameters)
+        if routes is not None:
+            routes[found.route.name] += 1
+        return found.ids, []
+
+    return choose
 
 
 def _gguf() -> Path:
@@ -274,10 +319,10 @@ def _decode(
     tokenizer: Any,
     prompts: list[str],
     tokens: int,
-    head: Callable[[torch.Tensor], torch.Tensor],
+    choose: Choose,
     bar: str,
 ) -> tuple[Decoded, torch.Tensor]:
-    """Greedy decoding with the transformers body and `head`: hidden [B, H] -> logits [B, V].
+    """Decoding with the transformers body.
 
     Always `tokens` steps, whatever ends earlier: every rank must call the head as often as the
     others.  Returns the tokens and the last hidden rows.
@@ -300,11 +345,11 @@ def _decode(
             input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, **cached
         )
         hidden = output.last_hidden_state[:, -1]
-        logits = head(hidden)
-        ids = logits.argmax(dim=-1, keepdim=True)
+        following, distances = choose(hidden, position[:, -1])
+        ids = following[:, None]
         for row in range(len(prompts)):
             chosen[row].append(int(ids[row]))
-            gaps[row].append(compare.top2_gap(logits[row]))
+            gaps[row] += distances[row : row + 1]
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
         position = position[:, -1:] + 1
     return Decoded(chosen, gaps), hidden
@@ -335,15 +380,23 @@ def _model_job(
         head.warmup(PROMPTS_PER_RANK)
     bar = "decoding" if rank == 0 else ""
     like = weight.new_zeros(PROMPTS_PER_RANK, weight.shape[1])
-    step = _looped(heads["asked"], options.loop, like)
-    decoded, hidden = _decode(model, tokenizer, _prompts(options, rank), options.tokens, step, bar)
+    routes: Counter[str] = Counter()
+    asked = heads["asked"]
+    if options.sample is None:
+        choose = _greedy(_looped(asked, options.loop, like))
+    else:
+        sample = functools.partial(asked.sample, route=options.route, details=True)
+        choose = _draw(sample, options, rank, routes)
+    prompts = _prompts(options, rank)
+    decoded, hidden = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
     with torch.inference_mode():
         found = _timed(heads, hidden, options.rounds, device)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, decoded)
     for head in heads.values():
         head.close()
-    return found | {"decoded": everyone, "loop": options.loop} if rank == 0 else None
+    found |= {"decoded": everyone, "loop": options.loop, "draws": dict(routes)}
+    return found if rank == 0 else None
 
 
 def _run_model(options: Options) -> Report | None:
@@ -370,10 +423,17 @@ def _run_model(options: Options) -> Report | None:
     if not found["device"].startswith("cpu"):  # compared on the kind of device that decoded
         model = model.to("cuda")
     head = model.get_output_embeddings()
+
+    def from_full_logits(hidden: torch.Tensor, **parameters: Any) -> sampling.Sample:
+        logits = head(hidden)
+        return sample_exchange(logits, vocab_size=logits.shape[1], **parameters)
+
     for rank in range(found["ranks"]):
         prompts = _prompts(options, rank)
         bar = f"one process, rank {rank}'s rows"
-        alone, _ = _decode(model, tokenizer, prompts, options.tokens, head, bar)
+        drawn = options.sample is not None
+        choose = _draw(from_full_logits, options, rank) if drawn else _greedy(head)
+        alone, _ = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
         verdict = verdict or _first_difference(rank, decoded[rank], alone)
     count = found["ranks"] * PROMPTS_PER_RANK * options.tokens
     texts = [
@@ -388,8 +448,13 @@ def _run_model(options: Options) -> Report | None:
         identical=not verdict,
         verdict=verdict or f"identical: yes ({count} tokens)",
         texts=texts,
+        sample="" if options.sample is None else _drawn_with(options),
         **found,
     )
+
+
+def _drawn_with(options: Options) -> str:
+    return f"{sampling.text_of(options.sample or {})}, seed {options.seed}"
 
 
 def _first_difference(rank: int, ours: Decoded, alone: Decoded) -> str:
@@ -399,10 +464,11 @@ def _first_difference(rank: int, ours: Decoded, alone: Decoded) -> str:
         for row in range(len(alone.ids)):
             got, want = ours.ids[row][step], alone.ids[row][step]
             if got != want:
+                gaps = alone.gaps[row]
+                near = f"; its two best logits are {gaps[step]:.3g} apart" if gaps else ""
                 return (
                     f"identical: no (rank {rank}, row {row}, token {step}: {got} where one process "
-                    f"takes {want}; "
-                    f"its two best logits are {alone.gaps[row][step]:.3g} apart)"
+                    f"takes {want}{near})"
                 )
     return ""
 

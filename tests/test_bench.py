@@ -24,7 +24,7 @@ from lmhead import cli
 from lmhead.bench import command, methods, plots, report, results, suites
 from lmhead.bench.peers import PEERS
 from lmhead.bench.results import Report, Row
-from lmhead.bench.torch_sampler import torch_sample
+from lmhead.bench.torch_sampler import Sampler, engine_sample, lean_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # f is compiled, which takes its ranks many seconds: it has a test of its own.
@@ -121,7 +121,7 @@ def test_head_ends_in_tokens_by_several_ways(
     full = 3 * 3 * 251 * 2 if "reassembly" in own["stages"] else 0
     assert own["bytes"] == message_bytes(3, 8, words, missed) + full
     assert full == 0 or missed
-    for name, logits in methods.SAMPLED.items():
+    for name, (logits, _) in methods.SAMPLED.items():
         assert list(rows[name]["stages"])[-2:] == ["reassembly", "draw"]
         if logits in rows:
             assert rows[name]["bytes"] == rows[logits]["bytes"]
@@ -139,7 +139,8 @@ def test_drawing_is_told_in_words_and_drawn_as_stages(
     assert (tmp_path / "head-stages.png").stat().st_size > 10_000
 
 
-def test_torchs_sampler_draws_what_the_filters_leave() -> None:
+@pytest.mark.parametrize("torch_sample", [engine_sample, lean_sample])
+def test_torchs_samplers_draw_what_the_filters_leave(torch_sample: Sampler) -> None:
     torch.manual_seed(5)
     logits = torch.randn(1, 12).mul_(2).expand(20_000, 12)
     chances = (logits[0].double() / 0.8).softmax(0)

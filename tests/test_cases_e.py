@@ -471,8 +471,10 @@ def _job_b3(rank: int, ranks: int, rows: int) -> dict[str, tuple[int, int]]:
     own, found = hidden[rows * rank : rows * rank + rows], {}
     for kernels in KERNELS:
         head = lmhead.LMHead(shard, 10, kernels=kernels)
-        int8 = lmhead.sample_exchange(partial, vocab_size=10, kernels=kernels)
-        for name, ids in (("float", head.sample(own)), ("int8", int8.ids)):
+        count = rows if kernels == "torch" else 12  # a row takes the interpreter 10 ms
+        first = partial.unflatten(0, (ranks, rows))[:, :count].flatten(0, 1)
+        int8 = lmhead.sample_exchange(first, vocab_size=10, kernels=kernels)
+        for name, ids in (("float", head.sample(own[:count])), ("int8", int8.ids)):
             found[f"{name}, {kernels}"] = int(ids.min()), int(ids.max())
     return found
 

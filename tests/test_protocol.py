@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lmhead.bench.peers import PEERS, Exchange, Inputs, Peer
 from lmhead.bench.protocol import Settings
 from lmhead.bench.results import Row
 from lmhead.bench.roofline import Limits, Step
+from lmhead.bench.torch_sampler import engine_sample
 from lmhead.devices import DEVICES
 from lmhead.timing import Mark
 
@@ -95,13 +97,14 @@ def test_what_fails_its_check_gets_no_figure(
 
 def job_wrong_tokens(rank: int, ranks: int) -> list[Row]:
     """A sampler that is off by a token on rank 1."""
-    right = methods.torch_sample
-    methods.torch_sample = lambda *given, **more: (right(*given, **more) + rank) % CASE.vocab
-    try:
-        names = ("candidates", "lmhead-torch", "a-torch")
+
+    def shifted(*given: Any, **more: Any) -> torch.Tensor:
+        return (engine_sample(*given, **more) + rank) % CASE.vocab
+
+    names = ("candidates", "lmhead-torch", "a-torch")
+    wrong = {name: (methods.SAMPLED[name][0], shifted) for name in names[1:]}
+    with mock.patch.dict(methods.SAMPLED, wrong):
         return measured(rank, CASE, names, exchange_only=False, sample={"top_k": 3})
-    finally:
-        methods.torch_sample = right
 
 
 def test_wrong_tokens_get_no_figure() -> None:

@@ -137,24 +137,6 @@ def draw(logits: torch.Tensor, ranks: int, **parameters: Any) -> Draw:
     return Draw(partials, records, vocab)
 
 
-def mixed(rows: int, seed: int, device: str = "cpu") -> dict[str, Any]:
-    """Parameters that differ from row to row, filters on and off."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(values: list[float]) -> torch.Tensor:
-        chosen = torch.randint(len(values), (rows,), generator=generator)
-        return torch.tensor(values)[chosen].to(device)
-
-    return {
-        "temperature": pick([0.0, 0.5, 1.0, 1.7]),
-        "top_k": pick([0, 0, 3, 20]).to(torch.int64),
-        "top_p": pick([1.0, 1.0, 0.9, 0.5]),
-        "min_p": pick([0.0, 0.0, 0.05]),
-        "seeds": torch.randint(0, 1 << 62, (rows,), generator=generator).to(device),
-        "positions": torch.randint(0, 1 << 40, (rows,), generator=generator).to(device),
-    }
-
-
 def fused(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from data_head import whole
-from drawing import draw, fused, mixed
+from data_sample import mixed
+from drawing import draw, fused
 from probes import noise_probe
 
 import lmhead
@@ -48,7 +49,8 @@ def test_messages_and_tokens_are_the_twins(
     logits = (normal(rows, vocab, seed=vocab) * 3).to(dtype)
     logits[2, vocab // 2] = math.nan
     logits[5] = -math.inf
-    asked = draw(logits, ranks, logprobs=3, **mixed(rows, vocab, "cuda"))
+    given = {name: value.cuda() for name, value in mixed(rows, vocab, vocab).items()}
+    asked = draw(logits, ranks, logprobs=3, **given)
     messages = asked.by_twin()
     asked.check(asked.by_kernels(), messages)
     asked.check_merged(messages)

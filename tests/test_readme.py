@@ -79,6 +79,11 @@ def job(rank: int, ranks: int, blocks: list[str]) -> dict[str, object]:
         "model": stand_in(),
         "input_ids": ids[rank],
         "schedule": SCHEDULE,
+        "temperatures": torch.linspace(0, 2, ROWS),
+        "ks": torch.arange(ROWS),
+        "seeds": torch.arange(ROWS),
+        "positions": torch.zeros(ROWS, dtype=torch.int64),
+        "allowed": (torch.arange(VOCAB) % 2 == 0).expand(ROWS, VOCAB),
         "collect": lambda: collect(names),
     }
     for block in blocks:
@@ -100,6 +105,9 @@ def job(rank: int, ranks: int, blocks: list[str]) -> dict[str, object]:
         "tied": tied(names["model"]),
         "route": str(names["head"].last_route),
         "groups": dist.get_world_size(),
+        "ids": names["ids"].tolist(),
+        "status": names["found"].status.tolist(),
+        "drawn": names["found"].route.name,
     }
 
 
@@ -110,11 +118,13 @@ def python_blocks() -> list[str]:
 
 def test_python_blocks_run_and_give_the_logits() -> None:
     text, blocks = (ROOT / "README.md").read_text(), python_blocks()
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for rank, found in enumerate(ranks.pool(RANKS).run(job, blocks)):
         replayed = [counts[rank] for counts in SCHEDULE]
         assert found["rows"] == [ROWS, FEW[rank], *[ROWS] * 5, *replayed, ROWS]
         assert found["wrong"] == [] and found["tokens"] and found["tied"]
+        assert all(0 <= token < VOCAB and token % 2 == 0 for token in found["ids"])
+        assert found["status"] == [0] * ROWS and found["drawn"] == "candidates"
         assert f"# {found['route']}" in text
 
 

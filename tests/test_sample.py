@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from data_head import collectives, normal, raised, shard_of
+from data_sample import mixed
 from ranks import pool
 
 import lmhead
@@ -18,23 +19,6 @@ from lmhead import candidates, noise
 from lmhead.sampling import Request, parameters_of
 
 ROWS = 6
-
-
-def mixed(rows: int, seed: int) -> dict[str, Any]:
-    """Parameters that differ from row to row, filters on and off."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
-
-    return {
-        "temperature": pick([0.0, 0.5, 1.0, 1.7]),
-        "top_k": pick([0, 3, 20]).to(torch.int64),
-        "top_p": pick([1.0, 0.9, 0.5]),
-        "min_p": pick([0.0, 0.05]),
-        "seeds": torch.randint(0, 1 << 40, (rows,), generator=generator),
-        "positions": torch.arange(rows),
-    }
 
 
 def _draws(rank: int, ranks: int, vocab: int, rounds: int) -> list[list[int]]:
@@ -46,7 +30,7 @@ def _draws(rank: int, ranks: int, vocab: int, rounds: int) -> list[list[int]]:
         partial = shard_of(full.t().contiguous(), ranks, rank).t().contiguous()
         assert partial.shape == (ranks * ROWS, shard)
         own = slice(rank * ROWS, (rank + 1) * ROWS)
-        given = {name: value[own] for name, value in mixed(ranks * ROWS, number).items()}
+        given = {name: value[own] for name, value in mixed(ranks * ROWS, vocab, number).items()}
         drawn = lmhead.sample_exchange(partial, vocab_size=vocab, logprobs=3, **given)
         routed = lmhead.sample_exchange(
             partial, vocab_size=vocab, route="all_to_all", logprobs=3, **given
@@ -57,7 +41,7 @@ def _draws(rank: int, ranks: int, vocab: int, rounds: int) -> list[list[int]]:
         assert (drawn.logprobs - want).abs().max() < 1e-5
         assert (drawn.top_logprobs - truth.topk(3).values).abs().max() < 1e-5
         assert torch.equal(drawn.top_ids, routed.top_ids)
-        greedy = given["temperature"] == 0
+        greedy = given["temperature"] < 1e-5
         assert torch.equal(drawn.ids[greedy], full[own].argmax(1)[greedy])
         found.append(drawn.ids.tolist())
     return found
@@ -73,7 +57,7 @@ def test_tokens_are_those_of_full_logits(vocab: int, ranks: int) -> None:
 def _same_rows(rank: int, ranks: int, vocab: int) -> list[int]:
     full = normal(8, vocab, seed=1)
     partial = shard_of(full.t().contiguous(), ranks, rank).t().contiguous()
-    given = mixed(8, 2)
+    given = mixed(8, vocab, 2)
     counts = [8] + [0] * (ranks - 1)
     own = slice(0, counts[rank])
     mine = {name: value[own] for name, value in given.items()}

@@ -106,10 +106,10 @@ def add(
             command.add_argument(
                 "--sample",
                 type=sample,
-                default={},
+                default="temperature=0.7,top_k=20,top_p=0.8",
                 metavar="NAME=NUMBER,...",
                 help="what methods that end in tokens draw with: temperature, top_k, top_p, min_p "
-                "(default temperature=1: every token of the vocabulary may be drawn)",
+                "(default %(default)s, as Qwen3's model card recommends)",
             )
         _add_output(command)
 

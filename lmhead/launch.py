@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import (
     ProcessContext,
     ProcessExitedException,
@@ -126,6 +127,8 @@ def _entry(
     arguments: tuple[Any, ...],
     timeout_s: float,
 ) -> None:
+    # torch asks for an interrupt, which a process started in the background ignores.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     if os.getppid() != parent:  # it died while we were imported, before it could take us along
         return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))

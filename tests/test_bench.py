@@ -134,7 +134,7 @@ def test_drawing_is_told_in_words_and_drawn_as_stages(
     pytest.importorskip("matplotlib")
     sizes = (*SMALL, "--ranks", "2", "--rows", "2", "--methods", *methods.DRAWING)
     text = bench(capsys, "head", *sizes, "--plot", str(tmp_path))
-    assert "tokens are drawn with temperature=1\n" in text
+    assert "tokens are drawn with temperature=0.7,top_k=20,top_p=0.8\n" in text
     assert "round by round, a + torch sampling takes " in text and "after the GEMM, " in text
     assert (tmp_path / "head-stages.png").stat().st_size > 10_000
 

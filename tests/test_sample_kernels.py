@@ -96,6 +96,9 @@ def test_equal_logits_are_taken_by_their_ids_whatever_the_tile() -> None:
     ids = got[:, :, asked.form.slices()["ids"]]
     assert ids[0].tolist() == [[0, 1, 2, 3], [7, 130, 0, 1], [0, 1, 2, 3]]
     assert ids[1, 1].tolist() == [599, 300, 301, 302]
+    greedy = draw(logits, 2, temperature=0.0)  # whose one candidate the tile itself knows
+    ids = greedy.by_kernels()[:, :, greedy.form.slices()["ids"]]
+    assert ids[:, :, 0].tolist() == [[0, 7, 0], [300, 599, 300]]
 
 
 @pytest.mark.parametrize(

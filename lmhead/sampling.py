@@ -90,8 +90,9 @@ class Form:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether anything but a tile's own summary is asked of a shard's logits."""
-        return self.candidates > 1 or self.top_sent > 0 or self.asked > 0 or self.edited
+        """Whether anything but a tile's own summary is, or may be, asked of a shard's logits."""
+        listed = self.candidates > 1 or self.top_sent > 0 or self.asked > 0
+        return listed or self.edited or self.may_miss
 
     @property
     def record_words(self) -> int:

@@ -172,6 +172,18 @@ def test_heads_by_kernels_draw_what_torch_draws(vocab: int, ranks: int) -> None:
     pool(ranks).run(_tokens, vocab)
 
 
+def test_logits_that_a_row_may_fall_back_on_are_written() -> None:
+    """One candidate does not cover a nucleus, so the summary alone is not enough."""
+    hidden, given = whole(4, 16, seed=2).bfloat16(), {"seeds": 3, "positions": torch.arange(4)}
+    found = []
+    for choice in ("torch", "triton"):
+        head = lmhead.LMHead(whole(40, 16, seed=1).bfloat16(), 40, kernels=choice, scale=0.01)
+        drawn = head.sample(hidden, top_p=0.9, candidates=1, details=True, **given)
+        assert drawn.route.rule == "not_covered"
+        found.append(drawn.ids.tolist())
+    assert found[0] == found[1]
+
+
 def test_what_kernels_do_not_take_goes_to_torch() -> None:
     head = lmhead.LMHead(whole(40, 16, seed=1).bfloat16(), 40, kernels="triton")
     hidden = whole(2, 16, seed=2).bfloat16()

@@ -9,7 +9,7 @@ the end).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -83,10 +83,19 @@ def unshard_weight(shards: Sequence[torch.Tensor], vocab_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class Rows:
-    """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is ours."""
+    """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is ours.
+
+    `held` are the rows that ranks bring, in the same order: one count per `copies` ranks in
+    succession, all of which have the same rows.  `span` ranks in succession are an attention group:
+    its rows are owned by its ranks, whichever of them holds them.  Without `held` every rank holds
+    what it owns.
+    """
 
     counts: tuple[int, ...]
     rank: int
+    held: tuple[int, ...] | None = None
+    copies: int = 1
+    span: int = 1
 
     @property
     def ranks(self) -> int:
@@ -94,7 +103,7 @@ class Rows:
 
     @property
     def own(self) -> int:
-        """B, the rows of this rank."""
+        """B, the rows that this rank owns."""
         return self.counts[self.rank]
 
     @property
@@ -115,23 +124,208 @@ class Rows:
         """Where this rank's rows begin among the gathered ones."""
         return sum(self.counts[: self.rank])
 
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """The rows of each set of ranks that hold the same ones, in order."""
+        return self.counts if self.held is None else self.held
+
+    @property
+    def brought(self) -> int:
+        """The rows that this rank holds and brings to a call."""
+        return self.cells[self.rank // self.copies]
+
+    @property
+    def brought_start(self) -> int:
+        """Where they begin among the gathered ones."""
+        return sum(self.cells[: self.rank // self.copies])
+
+    @property
+    def group(self) -> range:
+        """The ranks of this rank's attention group."""
+        first = self.rank - self.rank % self.span
+        return range(first, first + self.span)
+
+    @property
+    def group_total(self) -> int:
+        """G, the rows of this rank's attention group."""
+        return sum(self.counts[rank] for rank in self.group)
+
+    @property
+    def group_start(self) -> int:
+        """Where they begin among the gathered ones."""
+        return sum(self.counts[: self.group.start])
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """G of every attention group, in order."""
+        firsts = range(0, self.ranks, self.span)
+        return tuple(sum(self.counts[first : first + self.span]) for first in firsts)
+
+
+def share_evenly(rows: int, ranks: int) -> tuple[int, ...]:
+    """`rows` dealt out to `ranks` as evenly as can be, in succession: the first get one more."""
+    return tuple((rows + ranks - 1 - place) // ranks for place in range(ranks))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the N ranks of a head's group share the attention of a model.
+
+    `dp_size` attention groups of `attn_cp_size` * `attn_tp_size` ranks each, in that order: rank =
+    (dp * attn_cp_size + cp) * attn_tp_size + tp.  The tensor-parallel ranks of a group hold the
+    same hidden rows; its context-parallel ranks hold different ones (the rows whose last token is
+    theirs).
+
+    | attention | dp_size | attn_cp_size | attn_tp_size | who holds a row |
+    |---|---|---|---|---|
+    | data-parallel | N | 1 | 1 | one rank |
+    | data- and tensor-parallel | N / t | 1 | t | the t ranks of its group |
+    | tensor-parallel | 1 | 1 | N | all ranks |
+    | context-parallel | any | c | any | attn_tp_size ranks of its group |
+
+    Gathered rows stand in the order of who holds them.  Each is owned by exactly one rank: the rows
+    of a group are dealt out evenly to its ranks, in succession, so that all receive equal parts.
+    """
+
+    dp_size: int
+    attn_tp_size: int = 1
+    attn_cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    @classmethod
+    def of(cls, tp_size: int, dp_size: int = 1, attn_cp_size: int = 1) -> Layout:
+        """From an engine's sizes: `tp_size` ranks in all, of which attention takes dp_size *
+        attn_cp_size apart; what is left is tensor-parallel.  ValueError where that does not divide.
+        """
+        layout = cls(dp_size, 1, attn_cp_size)
+        if isinstance(tp_size, bool) or not isinstance(tp_size, int):
+            raise TypeError(f"tp_size must be an int, got {type(tp_size).__name__}")
+        if tp_size < 1 or tp_size % (dp_size * attn_cp_size):
+            raise ValueError(
+                f"tp_size {tp_size} is no multiple of dp_size {dp_size} * attn_cp_size "
+                f"{attn_cp_size}"
+            )
+        return replace(layout, attn_tp_size=tp_size // (dp_size * attn_cp_size))
+
+    @classmethod
+    def data_parallel(cls, ranks: int) -> Layout:
+        """Every rank has rows of its own."""
+        return cls(ranks)
+
+    @classmethod
+    def tensor_parallel(cls, ranks: int) -> Layout:
+        """Every rank has all rows."""
+        return cls(1, ranks)
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self.dp_size * self.span
+
+    @property
+    def span(self) -> int:
+        """The ranks of an attention group."""
+        return self.attn_cp_size * self.attn_tp_size
+
+    @property
+    def cells(self) -> int:
+        """How many sets of ranks hold different rows: what `row_counts` has a count for."""
+        return self.dp_size * self.attn_cp_size
+
+    @property
+    def plain(self) -> bool:
+        """Whether every rank is an attention group of its own."""
+        return self.span == 1
+
+    def __str__(self) -> str:
+        parts = [f"{self.dp_size} attention groups"] if self.dp_size > 1 else []
+        if self.attn_cp_size > 1:
+            parts.append(f"{self.attn_cp_size} context-parallel ranks")
+        if self.attn_tp_size > 1:
+            parts.append(f"{self.attn_tp_size} tensor-parallel ranks")
+        return " of ".join(parts) or "one rank"
+
+    def owners(self, row_counts: Sequence[int]) -> tuple[int, ...]:
+        """Rows held, a count per cell -> rows owned, a count per rank: what `lmhead.exchange`
+        takes as `row_counts`.
+        """
+        width = self.attn_cp_size
+        groups = [
+            sum(row_counts[first * width : (first + 1) * width]) for first in range(self.dp_size)
+        ]
+        return tuple(count for rows in groups for count in share_evenly(rows, self.span))
+
+    def rows(self, row_counts: Sequence[int], rank: int) -> Rows:
+        """A call's rows; `row_counts`, a host list, has a count per cell, zeros allowed."""
+        if self.plain:
+            return rows_from_counts(row_counts, self.ranks, rank)
+        held = _checked_counts(row_counts, self.cells, f"{self.cells} sets of ranks that hold rows")
+        return Rows(self.owners(held), rank, held, self.attn_tp_size, self.span)
+
+    def own_rows(self, brought: int, row_counts: Sequence[int] | None, rank: int) -> Rows:
+        """The rows of a call to which this rank brings `brought`; without counts all bring as
+        many.
+        """
+        if self.plain:
+            return own_rows(brought, row_counts, self.ranks, rank)
+        if row_counts is None:
+            return self.rows([brought] * self.cells, rank)
+        rows = self.rows(row_counts, rank)
+        if rows.brought != brought:
+            cell = rank // self.attn_tp_size
+            raise ValueError(
+                f"row_counts says that rank {rank} holds {rows.brought} rows (count {cell} of "
+                f"{self.cells}), but hidden has {brought} (row_counts={list(row_counts)})"
+            )
+        return rows
+
+    def gathered_rows(
+        self, total: int, row_counts: Sequence[int] | None, rank: int, what: str
+    ) -> Rows:
+        """The rows of a call that brings all T rows already, in the order of who holds them."""
+        if self.plain:
+            return gathered_rows(total, row_counts, self.ranks, rank, what)
+        if row_counts is None:
+            if total % self.cells:
+                raise ValueError(
+                    f"{what} has {total} rows, which {self.cells} sets of ranks cannot hold in "
+                    "equal parts: pass row_counts, or pad"
+                )
+            return self.rows([total // self.cells] * self.cells, rank)
+        rows = self.rows(row_counts, rank)
+        _check_total(rows, total, row_counts, what)
+        return rows
+
+    def traced_counts(self, brought: int, row_counts: Sequence[int] | None) -> list[int]:
+        """Rows owned, a count per rank, in code that is being traced and checks nothing."""
+        counts = [brought] * self.cells if row_counts is None else list(row_counts)
+        return list(self.owners(counts))
+
 
 def rows_from_counts(row_counts: Sequence[int], ranks: int, rank: int) -> Rows:
     """`row_counts`, a host list of N counts that is the same on all ranks, as `Rows`."""
+    return Rows(_checked_counts(row_counts, ranks, f"{ranks} ranks"), rank)
+
+
+def _checked_counts(row_counts: Sequence[int], length: int, what: str) -> tuple[int, ...]:
     if isinstance(row_counts, torch.Tensor) or not isinstance(row_counts, (list, tuple)):
         raise TypeError(
-            f"row_counts must be a host list of {ranks} ints, got {type(row_counts).__name__}: "
+            f"row_counts must be a host list of {length} ints, got {type(row_counts).__name__}: "
             "a device tensor would make every call wait for the device"
         )
-    if len(row_counts) != ranks:
-        raise ValueError(
-            f"row_counts must name {ranks} ranks, got {len(row_counts)}: {list(row_counts)}"
-        )
+    if len(row_counts) != length:
+        raise ValueError(f"row_counts must name {what}, got {len(row_counts)}: {list(row_counts)}")
     if any(
         isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in row_counts
     ):
         raise ValueError(f"row_counts must be non-negative ints, got {list(row_counts)}")
-    return Rows(tuple(row_counts), rank)
+    return tuple(row_counts)
 
 
 def own_rows(rows: int, row_counts: Sequence[int] | None, ranks: int, rank: int) -> Rows:
@@ -161,12 +355,16 @@ def gathered_rows(
             )
         return Rows((total // ranks,) * ranks, rank)
     known = rows_from_counts(row_counts, ranks, rank)
-    if known.total != total:
+    _check_total(known, total, row_counts, what)
+    return known
+
+
+def _check_total(rows: Rows, total: int, row_counts: Sequence[int], what: str) -> None:
+    if rows.total != total:
         raise ValueError(
-            f"row_counts adds up to {known.total} rows, but {what} has {total} "
+            f"row_counts adds up to {rows.total} rows, but {what} has {total} "
             f"(row_counts={list(row_counts)})"
         )
-    return known
 
 
 def traced_share(total: int, row_counts: Sequence[int] | None, ranks: int, rank: int) -> int:

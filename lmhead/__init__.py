@@ -4,6 +4,7 @@
     exchange         the same exchange under a caller's own GEMM
     sample_exchange  the draw of `LMHead.sample` under a caller's own GEMM
     Sample           what a draw gives
+    Layout           how the head's ranks share attention: who holds and who owns which rows
     DecodeGraphs     a decode step replayed from CUDA graphs, one per row bucket
     Workspace        kept buffers for `exchange`
     CollectiveError  what a failed or timed-out collective raises
@@ -17,12 +18,14 @@ from lmhead.head import VERSION as __version__
 from lmhead.head import LMHead
 from lmhead.own_gemm import exchange, sample_exchange
 from lmhead.sampling import Sample
+from lmhead.shapes import Layout
 from lmhead.workspace import Workspace
 
 __all__ = [
     "CollectiveError",
     "DecodeGraphs",
     "LMHead",
+    "Layout",
     "Sample",
     "Workspace",
     "__version__",

@@ -101,15 +101,17 @@ class Chooser:
         self._known.clear()
         return True
 
-    def choices(self, rows: Rows, sizes: Sizes) -> dict[str, Choice]:
+    def choices(self, rows: Rows, sizes: Sizes, kept: int | None = None) -> dict[str, Choice]:
         """The choices for a call by kernel: "gemm" where the head multiplies, and where there are
-        several ranks "reassemble" (in place) and "copy".
+        several ranks "reassemble" (in place) and "copy".  `kept` are the rows whose logits the rank
+        ends with, those that it owns by default.
         """
-        known = sizes, rows.ranks, rows.total, rows.own
+        kept = rows.own if kept is None else kept
+        known = sizes, rows.ranks, rows.total, kept
         if known not in self._known:
             if len(self._known) >= MOST_KNOWN:  # uneven counts are new ones every time
                 self._known.clear()
-            keys = self._keys(sizes, rows.ranks, rows.total, rows.own)
+            keys = self._keys(sizes, rows.ranks, rows.total, kept)
             found = {
                 kernel: tables.look_up(self._user, self._shipped, key, self._arch, shape)
                 for kernel, (key, shape) in keys.items()
@@ -122,9 +124,10 @@ class Chooser:
             self._known[known] = found
         return self._known[known]
 
-    def configs(self, rows: Rows, sizes: Sizes) -> Configs:
+    def configs(self, rows: Rows, sizes: Sizes, kept: int | None = None) -> Configs:
         """The same, as the kernels take them."""
-        found = {kernel: choice.config for kernel, choice in self.choices(rows, sizes).items()}
+        choices = self.choices(rows, sizes, kept)
+        found = {kernel: choice.config for kernel, choice in choices.items()}
         return Configs(found.get("gemm"), found.get("reassemble"), found.get("copy"))  # type: ignore[arg-type]
 
     def _keys(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lmhead.route import ALL_TO_ALL_BACKENDS
 from lmhead.shapes import BYTES_ONLY
 
 # A rank's part of the check: JSON, padded to this many bytes.
@@ -89,6 +90,11 @@ class Comm:
         comm = cls.__new__(cls)
         comm.group, comm.ranks, comm.rank, comm.name, comm.backend = None, 1, 0, "", "none"
         return comm
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the backend is known to have an all-to-all with split sizes."""
+        return self.backend in ALL_TO_ALL_BACKENDS
 
     @property
     def gathers_by_exchange(self) -> bool:

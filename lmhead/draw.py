@@ -40,6 +40,8 @@ from lmhead.sampling import (
     pack_bits,
     unpack_bits,
 )
+from lmhead.shapes import Rows
+from lmhead.sharing import run_share
 from lmhead.workspace import Workspace
 
 # Rows of hidden and record together start on borders that bulk tensor loads take.
@@ -47,6 +49,7 @@ _ALIGNMENT = 16
 
 _op_calls = itertools.count(1)
 
+NOT_COVERED = "not_covered"  # the rule by which full logits are exchanged after all
 BY_CANDIDATES = Route("candidates", "default", "each row's candidates go to its owner")
 
 
@@ -63,17 +66,19 @@ def run_sample(
     full: bool = False,
     number: int = 0,
 ) -> Sample:
-    """hidden [B, H] and the own rows' records and mask -> what they draw.  Everything has been
-    validated.  `full` takes the plan's route for full logits.
+    """The rows [brought, H] that this rank holds, and the records and the mask of its attention
+    group's G rows -> what the rows draw that it owns.  Everything has been validated.  `full` takes
+    the plan's route for full logits.
     """
     call = _call(plan, "sample", number)
+    own, mask = _own(plan, records, mask)
     if full or plan.rows.total == 0:
         logits = ops.run_logits(comm, plan, work, hidden, weight, bias, number=number)
-        return _from_logits(plan, work, logits, records, mask)
+        return _from_logits(plan, work, logits, own, mask)
     if comm.ranks > 1:
         with stage("gather"):
             hidden, records = _gather(comm, plan, work, hidden, records, call)
-    else:
+    if comm.ranks == 1:
         weight = weight[: plan.vocab_size]
         bias = None if bias is None else bias[: plan.vocab_size]
     total, shard, device = plan.rows.total, weight.shape[0], hidden.device
@@ -137,10 +142,26 @@ def _call(plan: Plan, op: str, number: int) -> Call:
     return Call(op, plan.rows.counts, plan.shard, dtype, number)
 
 
+def _own(
+    plan: Plan, records: Records, mask: torch.Tensor | None
+) -> tuple[Records, torch.Tensor | None]:
+    """Of what belongs to an attention group's rows, what belongs to those that this rank owns."""
+    rows = plan.rows
+    begin = rows.start - rows.group_start
+    chosen = slice(begin, begin + rows.own)
+    return records.rows(chosen), None if mask is None else mask[chosen]
+
+
 def _gather(
     comm: Comm, plan: Plan, work: Workspace, hidden: torch.Tensor, records: Records, call: Call
 ) -> tuple[torch.Tensor, Records]:
-    """All ranks' hidden rows and records, by one collective: [T, H] of some stride, [T, ...]."""
+    """All ranks' hidden rows and records, by one collective: [T, H] of some stride, [T, ...].  None
+    is needed where every rank holds all rows.
+    """
+    if len(plan.rows.cells) == 1:
+        return hidden, records
+    begin = plan.rows.brought_start - plan.rows.group_start
+    records = records.rows(slice(begin, begin + hidden.shape[0]))
     (own, width), size = hidden.shape, hidden.element_size()
     start = -(-width * size // _ALIGNMENT) * _ALIGNMENT // size
     pitch = start + records.words.shape[1] * 4 // size
@@ -212,7 +233,7 @@ def _draw(
             where = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(missed))
             route = Route(
                 plan.route.name,
-                "not_covered",
+                NOT_COVERED,
                 f"rows that {form.candidates} candidates per shard do not cover: {where}",
             )
     return _sample(found, route)
@@ -399,7 +420,8 @@ def _gathered_bits(
     """bits [N, B, W], by destination -> this rank's [T, W], where there is no all-to-all."""
     ranks, own, width = bits.shape
     per_row = bits.transpose(0, 1).reshape(own, ranks * width)
-    everyone = ops.run_gather(comm, plan.rows, work, per_row, call)
+    rows = Rows(plan.rows.counts, comm.rank)  # a mask's rows are brought by those that own them
+    everyone = ops.run_gather(comm, rows, work, per_row, call)
     return everyone.view(-1, ranks, width)[:, comm.rank].contiguous()
 
 
@@ -508,9 +530,12 @@ def sample_by_name(
     group_name: str,
     ranks: int,
     *head: Any,
+    held: ops.Held | None = None,
+    share: bool = False,
 ) -> Sample:
     """hidden [B, H] and records -> what the rows draw; arguments are those of
-    `torch.ops.lmhead.sample`.  Temporaries come from the allocator.
+    `torch.ops.lmhead.sample`, `held` and `share` those of `sample_held`.  Temporaries come from the
+    allocator.
     """
     scale, softcap, logits_dtype, wire_dtype, row_counts, kernels, route = head
     comm, number = ops.op_comm(group_name, ranks, hidden.device), next(_op_calls)
@@ -529,16 +554,26 @@ def sample_by_name(
             row_counts,
             kernels,
             route,
+            held=held,
         )
         _check_records(records, plan, mask, full, hidden.device)
     except (ValueError, TypeError) as caught:
         error = caught
-    said = {"form": records.form.to_list(), "full": full}
+    said = {"form": records.form.to_list(), "full": full, "share": share}
     ops.check_call(comm, plan, error, "sample", number, hidden.device, **said)
     assert plan is not None
-    return run_sample(
-        comm, plan, Workspace(), hidden, weight, bias, records, mask, full=full, number=number
+    work = Workspace()
+    drawn = run_sample(
+        comm, plan, work, hidden, weight, bias, records, mask, full=full, number=number
     )
+    return run_share_sample(comm, plan, work, drawn, number) if share else drawn
+
+
+def run_share_sample(
+    comm: Comm, plan: Plan, work: Workspace, drawn: Sample, number: int = 0
+) -> Sample:
+    """What the own rows drew -> what the attention group's did, on each of its ranks."""
+    return drawn.with_tensors(run_share(comm, plan.rows, work, drawn.tensors(), number))
 
 
 def sample_exchange_by_name(
@@ -580,7 +615,7 @@ def _records(words: torch.Tensor, form_values: Sequence[int]) -> Records:
 def _check_records(
     records: Records, plan: Plan, mask: torch.Tensor | None, full: bool, device: torch.device
 ) -> None:
-    words, want = records.words, (plan.rows.own, records.form.record_words)
+    words, want = records.words, (plan.rows.group_total, records.form.record_words)
     if words.shape != want or words.dtype != torch.int32 or words.device != device:
         raise ValueError(
             f"records must be {list(want)} int32 on {device}, got {tuple(words.shape)} "
@@ -588,7 +623,7 @@ def _check_records(
         )
     if (mask is not None) != records.form.masked:
         raise ValueError(f"the form says masked={records.form.masked}, but mask is {mask!r}")
-    check_mask(mask, plan.rows.own, plan.vocab_size, device)
+    check_mask(mask, plan.rows.group_total, plan.vocab_size, device)
     doubtful = records.form.may_miss and records.form.fallback and not full
     if doubtful and ops.is_capturing(device):
         raise ValueError(not_known_in_a_capture(records.form))

@@ -20,22 +20,24 @@ from lmhead import (
     sample_operators,
     sampling,
     shapes,
+    sharing,
 )
 from lmhead.chooser import DEFAULTS, Chooser
 from lmhead.comm import Call, Comm
 from lmhead.memory import Memory
 from lmhead.ops import Plan
-from lmhead.route import Route, choose
+from lmhead.route import Facts, Route, RouteStats, Tally, choose_by
 from lmhead.sampling import Form, Request, Sample
-from lmhead.shapes import Rows
+from lmhead.shapes import Layout, Rows
 from lmhead.tables import Choice
 from lmhead.workspace import Workspace
 
 VERSION = "0.1.0"
 
-# What a capture must find ready: the row counts, and of `out` its row stride and alignment; or, of
-# a draw, the form of its messages and whether full logits are exchanged for it.
-_WarmKey = tuple[tuple[int, ...], tuple[int, int] | tuple[Form, bool] | None]
+# What a capture must find ready: the row counts, whether logits are replicated, and of `out` its
+# row stride and alignment; or, of a draw, the form of its messages, whether full logits are
+# exchanged for it and whether it is shared.
+_WarmKey = tuple[tuple[int, ...], bool, tuple[int, int] | tuple[Form, bool, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class WarmupReport:
     a CPU.  An engine that sizes its KV cache takes what the device has free afterwards.
     """
 
-    rows: tuple[tuple[int, ...], ...]  # the row counts that are ready, per rank
+    rows: tuple[tuple[int, ...], ...]  # what is ready: rows held, per rank or set of ranks
     workspace_bytes: dict[str, int]  # kept buffers by purpose; they lie in torch's allocator
     collective_bytes: int  # moved through the collectives before any call
     communicator_bytes: int | None  # taken by the backend: when the head was built, and here
@@ -76,11 +78,14 @@ class WarmupReport:
 
 
 class LMHead(nn.Module):
-    """The vocabulary-sharded head of a model whose attention is data-parallel.
+    """The vocabulary-sharded head of a model whose attention is data-parallel, or parallel in any
+    other way that a `lmhead.Layout` describes.
 
     Every rank of `group` holds `weight_shard` [S, H] and calls with its own hidden rows [B, H];
     every rank gets its rows' logits [B, vocab_size].  All ranks make the same calls in the same
-    order.
+    order.  Where ranks of an attention group hold the same rows, each calls with all that it holds
+    and gets the logits of those that it owns, an equal part of the group's; `share` hands drawn
+    tokens back to the whole group.
 
     Args:
         weight_shard: [S, H] bf16, fp16 or fp32; rank r holds vocabulary rows r*S to (r+1)*S.  Used
@@ -98,6 +103,10 @@ class LMHead(nn.Module):
         wire_dtype: of what is exchanged; the logits' by default.  bfloat16 or float16 under float32
             logits halves the bytes and rounds once more, as published engines do.
         route: "all_to_all", "all_gather" or None (decide; LMHEAD_ROUTE may ask too).
+        layout: how the ranks share attention, `Layout.of(tp_size, dp_size, attn_cp_size)`; None for
+            ranks that each have rows of their own.
+        policy: "auto", or "sglang" to fall back to the all-gather where SGLang v0.5.18 does
+            (`lmhead.route`).
         kernels: "triton", "torch" or None (Triton on CUDA, torch on CPU; LMHEAD_KERNELS may ask
             too).
         deterministic: a row's logits have the same bits whatever the batch size, its neighbours and
@@ -111,8 +120,8 @@ class LMHead(nn.Module):
             once).
 
     The constructor makes one small all-gather that raises the same error on every rank where
-    vocab_size, shapes, dtypes, arithmetic, route, kernels, `deterministic` or version differ
-    between ranks.  With LMHEAD_CHECK=1 every call is checked so.
+    vocab_size, shapes, dtypes, arithmetic, layout, route, policy, kernels, `deterministic` or
+    version differ between ranks.  With LMHEAD_CHECK=1 every call is checked so.
 
     Raises ValueError or TypeError, with the numbers, for what is wrong with the arguments.
     """
@@ -132,6 +141,8 @@ class LMHead(nn.Module):
         logits_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
         route: str | None = None,
+        layout: Layout | None = None,
+        policy: str = "auto",
         kernels: str | None = None,
         deterministic: bool = False,
         check_finite: bool = False,
@@ -145,12 +156,16 @@ class LMHead(nn.Module):
         self._closed = False
         self._warmed: set[_WarmKey] = set()
         self._last_route: Route | None = None
+        self._last_rows: Rows | None = None
+        self._tally = Tally()
         self.vocab_size = vocab_size
         self.scale = scale
         self.softcap = softcap
         self._deterministic = bool(deterministic)
         self._asked_logits, self._asked_wire = logits_dtype, wire_dtype
         self._asked_route, self._asked_kernels = ops.asked_route(route), kernels
+        self._layout = Layout.data_parallel(self._comm.ranks) if layout is None else layout
+        self._policy = policy
         self.weight = _parameter(weight_shard)
         self.bias = None if bias is None else _parameter(bias)
         self._check_calls = ops.checking()
@@ -216,6 +231,25 @@ class LMHead(nn.Module):
         return self._last_route
 
     @property
+    def last_rows(self) -> Rows | None:
+        """Who held and who owned the rows of the latest call; None before the first."""
+        return self._last_rows
+
+    def stats(self) -> dict[str, RouteStats]:
+        """By route, how many calls took it and by which rules, and the bytes of logits (of
+        candidates, for "candidates") that crossed this rank's link in them.
+
+        Counted are eager calls; a capture counts once, its replays and compiled code not at all.
+        Warm-ups do not count.
+        """
+        return self._tally.read()
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks share attention."""
+        return self._layout
+
+    @property
     def checking(self) -> bool:
         """Whether LMHEAD_CHECK=1 when the head was built: every call is agreed among the ranks."""
         return self._check_calls
@@ -235,6 +269,8 @@ class LMHead(nn.Module):
         hidden: torch.Tensor,
         row_counts: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
+        *,
+        replicate: bool = False,
     ) -> torch.Tensor:
         """hidden [B, H], this rank's own rows -> logits [B, V] in storage of their own, or in
         `out`.
@@ -242,29 +278,40 @@ class LMHead(nn.Module):
         B is the same on every rank, or `row_counts` is a host list of all N counts, the same list
         on all ranks, zeros allowed.  `out` [B, V] has the logits' dtype and contiguous columns.
 
+        In a layout whose attention groups have several ranks, hidden are the rows that this rank
+        holds, `row_counts` has one count per set of ranks that hold the same rows
+        (`Layout.cells`), and the result has the rows that this rank owns: an equal part of its
+        group's, in the order of `last_rows`.  `replicate=True` gives each rank all G rows of its
+        group, [G, V], for as many times the bytes as the group has ranks (`lmhead explain` says how
+        many).
+
         Raises ValueError or TypeError before any collective; `lmhead.CollectiveError` where a
         collective fails; RuntimeError in a capture that `warmup` has not prepared, or after
         `close`.
         """
         if torch.compiler.is_compiling():
             self._open()
-            return self._forward_compiled(hidden, row_counts, out)
-        return self._call(hidden, row_counts, out, gathered=False)
+            return self._forward_compiled(hidden, row_counts, out, replicate=replicate)
+        return self._call(hidden, row_counts, out, gathered=False, replicate=replicate)
 
     def forward_gathered(
         self,
         gathered: torch.Tensor,
         row_counts: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
+        *,
+        replicate: bool = False,
     ) -> torch.Tensor:
         """The same for an engine that has gathered the rows already: gathered [T, H], in rank
-        order, equal on all ranks.  T is a multiple of N, or `row_counts` adds up to it.  No hidden
-        row is moved.
+        order (of those that hold them), equal on all ranks.  T is a multiple of N (of
+        `Layout.cells`), or `row_counts` adds up to it.  No hidden row is moved.
         """
         if torch.compiler.is_compiling():
             self._open()
-            return self._forward_compiled(gathered, row_counts, out, gathered=True)
-        return self._call(gathered, row_counts, out, gathered=True)
+            return self._forward_compiled(
+                gathered, row_counts, out, gathered=True, replicate=replicate
+            )
+        return self._call(gathered, row_counts, out, gathered=True, replicate=replicate)
 
     def sample(
         self,
@@ -273,11 +320,17 @@ class LMHead(nn.Module):
         row_counts: Sequence[int] | None = None,
         route: str | None = None,
         details: bool = False,
+        share: bool = False,
         **parameters: Any,
     ) -> torch.Tensor | Sample:
         """hidden [B, H], this rank's own rows -> their next tokens, ids [B] int64; -1 for a row
         that has none (all NaN or masked).  Logits are not exchanged: each shard sends its
         candidates to the row's owner, kilobytes.
+
+        In a layout whose attention groups have several ranks, hidden are the rows that this rank
+        holds, parameters are of all G rows of its group (the same on each of its ranks), and the
+        result is of those that it owns; `share=True` hands the group's to all its ranks, as `share`
+        does.
 
         With `logprobs`, `logprob_ids` or `details=True` the result is a `Sample`, which holds the
         log-probabilities, each row's status and the route as well.
@@ -317,27 +370,50 @@ class LMHead(nn.Module):
         compiling = torch.compiler.is_compiling()
         if compiling:
             self._open()
-            sample = self._sample_compiled(hidden, row_counts, route, request)
+            sample = self._sample_compiled(hidden, row_counts, route, request, share)
         else:
-            sample = self._sample(hidden, row_counts, route, request)
+            sample = self._sample(hidden, row_counts, route, request, share=share)
         plain = request.logprobs is None and request.logprob_ids is None and not details
         return sample.ids if plain else sample
+
+    def share(
+        self, drawn: torch.Tensor | Sample, row_counts: Sequence[int] | None = None
+    ) -> torch.Tensor | Sample:
+        """What was drawn for the rows that this rank owns, ids [B] (or any tensor [B, ...]) or a
+        `Sample` -> the same of all G rows of its attention group, on each of the group's ranks.
+
+        One small collective of the head's group: every rank calls.  `row_counts` as in the call
+        that drew them; None for those of the latest call.  Where every rank is an attention group
+        of its own, `drawn` is returned as it is.
+
+        Raises ValueError or TypeError before any collective.
+        """
+        parts = drawn.tensors() if isinstance(drawn, Sample) else [drawn]
+        if torch.compiler.is_compiling():
+            self._open()
+            found = self._share_compiled(parts, row_counts)
+        else:
+            found = self._share(parts, row_counts)
+        return drawn.with_tensors(found) if isinstance(drawn, Sample) else found[0]
 
     def warmup(
         self,
         rows: int | Iterable[int | Sequence[int]],
         out: torch.Tensor | None = None,
         sample: Mapping[str, Any] | None = None,
+        *,
+        replicate: bool = False,
     ) -> WarmupReport:
         """Do everything that a first call does, for each entry of `rows`, before a capture or a
         memory measurement.
 
-        An entry is B, the same on every rank, or a list of N counts.  Runs both collectives once
+        An entry is B, the same on every rank, or a list of N counts (of `Layout.cells` counts: of
+        the rows that ranks hold).  Runs both collectives once
         with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
         kernel; after it nothing persistent is allocated.  With `out`, a buffer of at least as many
         rows, calls that write into it are made ready as well; with `sample`, parameters of
-        `LMHead.sample` (tensors of at least as many rows), such draws.  Every rank calls with the
-        same rows.
+        `LMHead.sample` (tensors of at least as many rows), such draws; with `replicate`, calls
+        that replicate logits.  Every rank calls with the same rows.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
@@ -353,8 +429,8 @@ class LMHead(nn.Module):
         wanted = list(dict.fromkeys(self._entry(entry) for entry in entries))  # each once
         if out is not None:
             for counts in wanted:
-                part = out[: counts.own]
-                shapes.check_out(part, counts.own, self.vocab_size, self._logits_dtype, device)
+                kept = counts.group_total if replicate else counts.own
+                shapes.check_out(out[:kept], kept, self.vocab_size, self._logits_dtype, device)
         before = memory.read(device)
         moved = self._comm.warm_up(device)
         connected = memory.read(device)
@@ -365,22 +441,29 @@ class LMHead(nn.Module):
             call = Call("warmup", (), self.shard, str(self.weight.dtype).removeprefix("torch."), 0)
             if self._chooser.agree(self._comm, self._sizes, call, device):
                 self._warmed.clear()
-        largest = max(counts.largest for counts in wanted)
-        ops.reserve_gather(self._comm, largest, self._workspace, self.weight)
+        largest = max(max(counts.cells) for counts in wanted)
+        sets = self._layout.cells
+        ops.reserve_gather(self._comm, sets, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
             hidden = torch.zeros(
-                (counts.own, self.weight.shape[1]), dtype=self.weight.dtype, device=device
+                (counts.brought, self.weight.shape[1]), dtype=self.weight.dtype, device=device
             )
-            given = None if counts.uniform else list(counts.counts)
+            given = list(counts.cells)
             with torch.no_grad():
-                self._call(hidden, given, None, gathered=False, warming=True)
+                for whole in (False, True) if replicate else (False,):
+                    self._call(hidden, given, None, gathered=False, replicate=whole, warming=True)
                 if out is not None:
-                    self._call(hidden, given, out[: counts.own], gathered=False, warming=True)
+                    part = out[: counts.group_total if replicate else counts.own]
+                    self._call(
+                        hidden, given, part, gathered=False, replicate=replicate, warming=True
+                    )
+                ids = torch.zeros(counts.own, dtype=torch.int64, device=device)
+                self._share([ids], given)
                 if sample is not None:
-                    self._warm_sample(hidden, given, sample)
+                    self._warm_sample(hidden, counts, sample)
         after = memory.read(device)
         return WarmupReport(
-            rows=tuple(counts.counts for counts in wanted),
+            rows=tuple(counts.cells for counts in wanted),
             workspace_bytes=self._workspace.bytes(),
             collective_bytes=moved,
             communicator_bytes=self._communicator,
@@ -388,7 +471,7 @@ class LMHead(nn.Module):
             before=before,
             after=after,
             configs={
-                counts.counts: self._chooser.choices(counts, self._sizes)
+                counts.cells: self._chooser.choices(counts, self._sizes)
                 for counts in wanted
                 if self._chooser is not None
             },
@@ -406,7 +489,7 @@ class LMHead(nn.Module):
         return (
             f"vocab_size={self.vocab_size}, shard={tuple(self.weight.shape)}, ranks={self.ranks}, "
             f"dtype={self.weight.dtype}, bias={self.bias is not None}, scale={self.scale}, "
-            f"softcap={self.softcap}"
+            f"softcap={self.softcap}, layout={self._layout}"
         )
 
     def _settle(self, check_finite: bool = False) -> None:
@@ -431,6 +514,8 @@ class LMHead(nn.Module):
                 "kernels": self._kernels,
                 "deterministic": self._deterministic,
                 "route": self._route.name,
+                "layout": repr(self._layout),
+                "policy": self._policy,
                 "LMHEAD_CHECK": self._check_calls,
             }
         except (ValueError, TypeError) as caught:
@@ -471,7 +556,14 @@ class LMHead(nn.Module):
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
         if self._deterministic:
             ops.check_deterministic(self._kernels, self.weight.shape[1], device)
-        self._route = choose(self.ranks, self._comm.backend, self._asked_route)
+        if not isinstance(self._layout, Layout):
+            raise TypeError(f"layout must be a Layout or None, got {type(self._layout).__name__}")
+        if self._layout.ranks != self.ranks:
+            raise ValueError(
+                f"the layout is for {self._layout.ranks} ranks ({self._layout}), the group has "
+                f"{self.ranks}"
+            )
+        self._route = self._choose(self._asked_route)
         self._sizes = ops.sizes_of(
             self.weight, self._wire_dtype, self._logits_dtype, self._deterministic
         )
@@ -486,7 +578,15 @@ class LMHead(nn.Module):
                     f"{int(bad[0])} of rank {self._comm.rank}'s shard: were the weights loaded?"
                 )
 
-    def _plan(self, rows: Rows) -> Plan:
+    def _choose(
+        self, asked: str | None, rows: Rows | None = None, replicate: bool = False
+    ) -> Route:
+        held = None if rows is None else rows.cells
+        layout, backend = self._layout, self._comm.backend
+        return choose_by(Facts(self.ranks, backend, asked, layout, held, replicate, self._policy))
+
+    def _plan(self, rows: Rows, replicate: bool = False) -> Plan:
+        kept = rows.group_total if replicate else rows.own
         return Plan(
             rows,
             self.shard,
@@ -494,11 +594,12 @@ class LMHead(nn.Module):
             self._logits_dtype,
             self._wire_dtype,
             self._kernels,
-            self._route,
+            self._choose(self._asked_route, rows, replicate),
             float(self.scale),
             self.softcap,
-            DEFAULTS if self._chooser is None else self._chooser.configs(rows, self._sizes),
+            DEFAULTS if self._chooser is None else self._chooser.configs(rows, self._sizes, kept),
             self._deterministic,
+            replicate,
         )
 
     def _call(
@@ -508,27 +609,38 @@ class LMHead(nn.Module):
         out: torch.Tensor | None,
         *,
         gathered: bool,
+        replicate: bool = False,
         warming: bool = False,
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return order.untraced(
-                LMHead._call, self, hidden, row_counts, out, gathered=gathered, warming=warming
+                LMHead._call,
+                self,
+                hidden,
+                row_counts,
+                out,
+                gathered=gathered,
+                replicate=replicate,
+                warming=warming,
             )
         capturing = self._begin()
         plan, error = None, None
         try:
-            plan = self._checked_plan(hidden, row_counts, out, gathered)
+            plan = self._checked_plan(hidden, row_counts, out, gathered, replicate)
         except (ValueError, TypeError) as caught:
             error = caught
-        self._agree(plan, error, capturing, op="logits", gathered=gathered)
+        self._agree(plan, error, capturing, op="logits", gathered=gathered, replicate=replicate)
         assert plan is not None
-        key = (plan.rows.counts, None if out is None else (out.stride(0), out.data_ptr() % 16))
+        into = None if out is None else (out.stride(0), out.data_ptr() % 16)
+        key = (plan.rows.cells, replicate, into)
         if capturing:
             self._require_warm(key)
-            if (gathered or self.ranks == 1) and plan.kernels == "triton":
+            if (gathered or self._layout.cells == 1) and plan.kernels == "triton":
                 _require_plain(hidden)
         self._workspace.capturing(capturing)
-        self._last_route = plan.route
+        self._last_route, self._last_rows = plan.route, plan.rows
+        if not warming:
+            self._tally.add(plan.route, self._logits_bytes(plan))
         result = ops.run_logits(
             self._comm,
             plan,
@@ -543,6 +655,10 @@ class LMHead(nn.Module):
         if warming:
             self._warmed.add(key)
         return result
+
+    def _logits_bytes(self, plan: Plan) -> int:
+        size = plan.wire_dtype.itemsize
+        return shapes.moved_bytes(plan.route.name, plan.rows, plan.shard, size, plan.replicate)
 
     def _begin(self) -> bool:
         """Start an eager call; whether a graph is being captured."""
@@ -564,18 +680,20 @@ class LMHead(nn.Module):
         row_counts: Sequence[int] | None,
         out: torch.Tensor | None,
         gathered: bool,
+        replicate: bool = False,
     ) -> Plan:
         what = "gathered" if gathered else "hidden"
         shapes.check_hidden(hidden, self.weight, what)
         shapes.check_no_grad(bias=self.bias)
-        ranks, rank = self._comm.ranks, self._comm.rank
+        layout, rank = self._layout, self._comm.rank
         if gathered:
-            rows = shapes.gathered_rows(hidden.shape[0], row_counts, ranks, rank, what)
+            rows = layout.gathered_rows(hidden.shape[0], row_counts, rank, what)
         else:
-            rows = shapes.own_rows(hidden.shape[0], row_counts, ranks, rank)
-        shapes.check_out(out, rows.own, self.vocab_size, self._logits_dtype, hidden.device)
+            rows = layout.own_rows(hidden.shape[0], row_counts, rank)
+        plan = self._plan(rows, replicate)
+        shapes.check_out(out, plan.result_rows, self.vocab_size, self._logits_dtype, hidden.device)
         shapes.check_no_overlap(out, **{what: hidden, "weight": self.weight, "bias": self.bias})
-        return self._plan(rows)
+        return plan
 
     def _agree(
         self, plan: Plan | None, error: Exception | None, capturing: bool, **said: object
@@ -584,7 +702,7 @@ class LMHead(nn.Module):
         same call, or all raise.
         """
         if self._check_calls and not capturing:
-            counts = () if plan is None else plan.rows.counts
+            counts = () if plan is None else plan.rows.cells
             fields = {**said, "call": self._calls, "row_counts": list(counts)}
             dtype = str(self._wire_dtype).removeprefix("torch.")
             call = Call("check", counts, self.shard, dtype, self._calls)
@@ -598,10 +716,21 @@ class LMHead(nn.Module):
         row_counts: Sequence[int] | None,
         route: str | None,
         request: Request,
+        *,
+        share: bool = False,
         warming: bool = False,
     ) -> Sample:
         if torch.compiler.is_compiling():
-            return order.untraced(LMHead._sample, self, hidden, row_counts, route, request, warming)
+            return order.untraced(
+                LMHead._sample,
+                self,
+                hidden,
+                row_counts,
+                route,
+                request,
+                share=share,
+                warming=warming,
+            )
         capturing = self._begin()
         plan, error, form = None, None, Form()
         device = self.weight.device
@@ -610,23 +739,23 @@ class LMHead(nn.Module):
             plan = self._checked_plan(hidden, row_counts, None, False)
             form = request.form(self.vocab_size, self._sampled_columns)
             look = not capturing and (device.type == "cpu" or self._check_calls)
-            request.check(hidden.shape[0], self.vocab_size, device, look)
+            request.check(plan.rows.group_total, self.vocab_size, device, look)
             if full:
-                plan = replace(plan, route=choose(self.ranks, self._comm.backend, route))
+                plan = replace(plan, route=self._choose(route, plan.rows))
         except (ValueError, TypeError) as caught:
             error = caught
-        said = {"op": "sample", "form": form.to_list(), "sample route": route}
+        said = {"op": "sample", "form": form.to_list(), "sample route": route, "share": share}
         self._agree(plan, error, capturing, **said)
         assert plan is not None
-        key = (plan.rows.counts, (form, full))
+        key = (plan.rows.cells, False, (form, full, share))
         if capturing:
             self._require_warm(key)
             if form.may_miss and form.fallback and not full:
                 raise RuntimeError(draw.not_known_in_a_capture(form))
-            if self.ranks == 1 and plan.kernels == "triton":
+            if self._layout.cells == 1 and plan.kernels == "triton":
                 _require_plain(hidden)
         self._workspace.capturing(capturing)
-        rank, rows = self._comm.rank, plan.rows.own
+        rank, rows = self._comm.rank, plan.rows.group_total
         unseeded = sampling.unseeded(rows, rank, device)
         sample = draw.run_sample(
             self._comm,
@@ -640,16 +769,60 @@ class LMHead(nn.Module):
             full=full,
             number=self._calls,
         )
-        self._last_route = sample.route
+        self._last_route, self._last_rows = sample.route, plan.rows
+        if share:
+            sample = draw.run_share_sample(self._comm, plan, self._workspace, sample, self._calls)
         if warming:
             self._warmed.add(key)
+        else:
+            self._tally.add(sample.route, self._drawn_bytes(plan, form, sample.route))
         return sample
 
-    def _warm_sample(
-        self, hidden: torch.Tensor, row_counts: list[int] | None, parameters: Mapping[str, Any]
-    ) -> None:
-        """A draw for as many rows as `hidden` has, whose tensors may have more."""
-        count = hidden.shape[0]
+    def _drawn_bytes(self, plan: Plan, form: Form, route: Route | None) -> int:
+        """Bytes of candidates, of logits, or of both, that a draw moved."""
+        assert route is not None
+        moved = 0
+        if route.name != draw.BY_CANDIDATES.name:
+            moved += self._logits_bytes(replace(plan, route=route))
+        if route.name == draw.BY_CANDIDATES.name or route.rule == draw.NOT_COVERED:
+            way = "all_gather" if plan.route.name == "all_gather" else "all_to_all"
+            moved += shapes.moved_bytes(way, plan.rows, form.message_words, 4)
+        return moved
+
+    def _share(
+        self, parts: Sequence[torch.Tensor], row_counts: Sequence[int] | None
+    ) -> list[torch.Tensor]:
+        """Parts [B, ...] of the own rows -> [G, ...] of the attention group's."""
+        if torch.compiler.is_compiling():
+            return order.untraced(LMHead._share, self, parts, row_counts)
+        self._open()
+        capturing = ops.is_capturing(self.weight.device)
+        rows, error = self._last_rows, None
+        try:
+            if row_counts is not None:
+                rows = self._layout.rows(row_counts, self._comm.rank)
+            if rows is None:
+                raise ValueError("nothing was called yet whose rows could be shared")
+            sharing.check_parts(parts, rows.own, self.weight.device)
+        except (ValueError, TypeError) as caught:
+            error = caught
+        if self._check_calls and not capturing and not self._layout.plain:
+            widths = [] if error is not None else sharing.forms(parts)
+            held = () if rows is None else rows.cells
+            fields = {"op": "share", "row_counts": list(held), "parts": widths}
+            call = Call("check", held, 0, "uint8", self._calls)
+            self._comm.agree(fields, error, call, self.weight.device)
+        if error is not None:
+            raise error
+        assert rows is not None
+        self._workspace.capturing(capturing)
+        return sharing.run_share(self._comm, rows, self._workspace, parts, self._calls)
+
+    def _warm_sample(self, hidden: torch.Tensor, rows: Rows, parameters: Mapping[str, Any]) -> None:
+        """A draw for as many rows as the attention group has, whose tensors may have more; shared
+        afterwards where there is somebody to share with.
+        """
+        count = rows.group_total
 
         def cut(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -657,8 +830,9 @@ class LMHead(nn.Module):
             return value[:count] if isinstance(value, torch.Tensor) else value
 
         given = {name: cut(value) for name, value in parameters.items()}
-        route = given.pop("route", None)
-        self._sample(hidden, row_counts, route, Request(**given), warming=True)
+        route, request = given.pop("route", None), Request(**given)
+        for share in (False,) if self._layout.plain else (False, True):
+            self._sample(hidden, list(rows.cells), route, request, share=share, warming=True)
 
     @property
     def _sampled_columns(self) -> int:
@@ -667,11 +841,12 @@ class LMHead(nn.Module):
 
     def _require_warm(self, key: _WarmKey) -> None:
         if key not in self._warmed:
-            counts, layout = key
+            counts, replicate, into = key
             rows = counts[0] if len(set(counts)) == 1 else list(counts)
-            extra = "" if layout is None else ", out=that buffer"
-            if layout is not None and isinstance(layout[0], Form):
+            extra = "" if into is None else ", out=that buffer"
+            if into is not None and isinstance(into[0], Form):
                 extra = ", sample=those parameters"
+            extra += ", replicate=True" if replicate else ""
             raise RuntimeError(
                 f"rows {rows} are captured before they were warmed up: call "
                 f"warmup(rows=[{rows}]{extra}) before the "
@@ -685,6 +860,7 @@ class LMHead(nn.Module):
         out: torch.Tensor | None,
         *,
         gathered: bool = False,
+        replicate: bool = False,
     ) -> torch.Tensor:
         """In compiled code the head is one opaque operator, which resolves the group by name and
         validates when it runs: a tracer hides what is raised while it traces.  Dtypes follow the
@@ -702,7 +878,9 @@ class LMHead(nn.Module):
         shapes.check_no_grad(**{what: hidden, "weight": self.weight, "bias": self.bias})
         ranks, rank = self._comm.ranks, self._comm.rank
         rows = hidden.shape[0]
-        if gathered or row_counts is not None:
+        if self._by_held:
+            rows = self._traced_rows(rows, row_counts, gathered, replicate)
+        elif gathered or row_counts is not None:
             rows = shapes.traced_share(rows, row_counts, ranks, rank)
         arguments = (
             self.weight,
@@ -718,6 +896,12 @@ class LMHead(nn.Module):
             self._asked_kernels or "",
             self._asked_route or "",
         )
+        if self._by_held:
+            held = (hidden, rows, self._layout.to_list(), gathered, replicate, self._policy)
+            if out is None:
+                return torch.ops.lmhead.logits_held(*held, *arguments)
+            torch.ops.lmhead.logits_held_out(*held, *arguments, out)
+            return out
         given = (hidden, rows) if gathered else (hidden,)
         if out is None:
             op = torch.ops.lmhead.logits_gathered if gathered else torch.ops.lmhead.logits
@@ -726,12 +910,49 @@ class LMHead(nn.Module):
         op(*given, *arguments, out)
         return out
 
+    @property
+    def _by_held(self) -> bool:
+        """Whether compiled code needs the operators that know a layout."""
+        return not self._layout.plain or self._policy != "auto"
+
+    def _traced_rows(
+        self,
+        given: int,
+        row_counts: Sequence[int] | None,
+        gathered: bool,
+        whole: bool,
+    ) -> int:
+        """The rows of a result in code that is being traced, whose operator checks them when it
+        runs: those that this rank owns, or all of its attention group's.
+        """
+        layout, rank = self._layout, self._comm.rank
+        brought = given // layout.cells if gathered else given
+        owned = layout.traced_counts(brought, row_counts)
+        first = rank - rank % layout.span
+        return sum(owned[first : first + layout.span]) if whole else owned[rank]
+
+    def _share_compiled(
+        self, parts: Sequence[torch.Tensor], row_counts: Sequence[int] | None
+    ) -> list[torch.Tensor]:
+        if self._layout.plain:
+            return list(parts)
+        if row_counts is None:
+            raise RuntimeError(
+                "share needs row_counts in compiled code, which keeps no call in mind: pass "
+                "those of the call that drew, or share=True to it"
+            )
+        layout = self._layout.to_list()
+        rows = self._traced_rows(0, row_counts, False, True)
+        name, ranks = self._comm.name, self.ranks
+        return torch.ops.lmhead.share(list(parts), rows, layout, list(row_counts), name, ranks)
+
     def _sample_compiled(
         self,
         hidden: torch.Tensor,
         row_counts: Sequence[int] | None,
         route: str | None,
         request: Request,
+        share: bool = False,
     ) -> Sample:
         """In compiled code a draw is one opaque operator, as `_forward_compiled` says."""
         if self._deterministic:
@@ -744,6 +965,11 @@ class LMHead(nn.Module):
         )
         shapes.check_no_grad(hidden=hidden, weight=self.weight, bias=self.bias)
         rows, device = hidden.shape[0], self.weight.device
+        held = None
+        if self._by_held:
+            result = self._traced_rows(rows, row_counts, False, share)
+            rows = self._traced_rows(rows, row_counts, False, True)
+            held = (result, self._layout.to_list(), share, self._policy)
         form = request.form(self.vocab_size, self._sampled_columns)
         request.check(rows, self.vocab_size, device, False)
         unseeded = sampling.unseeded(rows, self._comm.rank, device)
@@ -764,13 +990,12 @@ class LMHead(nn.Module):
             self._asked_kernels or "",
             self._asked_route or "" if route is None else route,
             full=route is not None,
+            held=held,
         )
 
     def _entry(self, entry: int | Sequence[int]) -> Rows:
-        ranks, rank = self._comm.ranks, self._comm.rank
-        if isinstance(entry, int):
-            return shapes.rows_from_counts([entry] * ranks, ranks, rank)
-        return shapes.rows_from_counts(list(entry), ranks, rank)
+        counts = [entry] * self._layout.cells if isinstance(entry, int) else list(entry)
+        return self._layout.rows(counts, self._comm.rank)
 
     def _open(self) -> None:
         if self._closed:

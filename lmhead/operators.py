@@ -4,11 +4,14 @@
 |---|---|---|
 | logits | hidden [B, H], own rows | logits [B, V] |
 | logits_gathered | gathered [T, H], all rows | logits [B, V] |
+| logits_held | hidden rows that this rank holds, in any layout | logits [rows, V] |
 | exchange | partial [T, S] of the caller's own GEMM | logits [B, V] |
 | reassemble | received [N, B, S], no collective | logits [B, V] |
+| share | tensors [B, ...] of the own rows | the attention group's, [G, ...] |
 
-Each is functional: the result has storage of its own and never aliases an input.  Each has a twin
-`<name>_out` that writes into `out` [B, V] instead, declares that it does, and returns nothing.
+Each is functional: the result has storage of its own and never aliases an input.  Each that gives
+logits has a twin `<name>_out` that writes into `out` [B, V] instead, declares that it does, and
+returns nothing.
 
 The group is a NAME, resolved when the operator runs, so fakes are shape arithmetic and tracing
 works where no group exists.  The name stands in the graph: ranks whose groups have different names
@@ -18,14 +21,16 @@ come this way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lmhead import ops, order, shapes
+from lmhead import ops, order, shapes, sharing
 from lmhead.ops import Plan
 from lmhead.route import choose
-from lmhead.shapes import Rows
+from lmhead.shapes import Layout, Rows
+from lmhead.workspace import Workspace
 
 HEAD = (
     "Tensor weight, Tensor? bias, int vocab_size, str group_name, int ranks, float scale, "
@@ -37,6 +42,7 @@ _EXCHANGE = (
     "ScalarType logits_dtype, SymInt[]? row_counts, str kernels, str route"
 )
 _OUT = "Tensor(a!) out"
+_HELD = "int[] layout, bool gathered, bool replicate, str policy"
 
 
 @torch.library.custom_op(
@@ -83,6 +89,76 @@ def logits_gathered_out_op(gathered: torch.Tensor, rows: int, *arguments: Any) -
     """`lmhead::logits_gathered` into the last argument, `out` [B, V]."""
     *rest, out = arguments
     ops.logits_by_name(_apart(gathered, out), *rest, gathered=rows, out=out)
+
+
+@torch.library.custom_op(
+    "lmhead::logits_held",
+    mutates_args=(),
+    schema=f"(Tensor hidden, SymInt rows, {_HELD}, {HEAD}) -> Tensor",
+)
+def logits_held_op(*arguments: Any) -> torch.Tensor:
+    """hidden [brought, H], the rows that this rank holds (all T if `gathered`) -> logits [rows, V],
+    fresh: of those that it owns, or of its attention group's if `replicate`.
+
+    `layout` is `lmhead.Layout.to_list()`, `row_counts` has one count per set of ranks that hold the
+    same rows, `policy` is "auto" or "sglang".  The rest as in `lmhead::logits`.
+    """
+    return _held(*arguments)
+
+
+@torch.library.custom_op(
+    "lmhead::logits_held_out",
+    mutates_args=("out",),
+    schema=f"(Tensor hidden, SymInt rows, {_HELD}, {HEAD}, {_OUT}) -> ()",
+)
+def logits_held_out_op(hidden: torch.Tensor, *arguments: Any) -> None:
+    """`lmhead::logits_held` into the last argument, `out` [rows, V]."""
+    *rest, out = arguments
+    _held(_apart(hidden, out), *rest, out=out)
+
+
+def _held(
+    hidden: torch.Tensor,
+    rows: int,
+    layout: Sequence[int],
+    gathered: bool,
+    replicate: bool,
+    policy: str,
+    *head: Any,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    held = ops.Held(Layout(*layout), replicate, policy)
+    given = int(rows) if gathered else None
+    logits = ops.logits_by_name(hidden, *head, gathered=given, held=held, out=out)
+    assert logits.shape[0] == rows
+    return logits
+
+
+@torch.library.custom_op(
+    "lmhead::share",
+    mutates_args=(),
+    schema="(Tensor[] parts, SymInt rows, int[] layout, SymInt[] row_counts, str group_name, "
+    "int ranks) -> Tensor[]",
+)
+def share_op(
+    parts: Sequence[torch.Tensor],
+    rows: int,
+    layout: Sequence[int],
+    row_counts: Sequence[int],
+    group_name: str,
+    ranks: int,
+) -> list[torch.Tensor]:
+    """Tensors [B, ...] of the rows that this rank owns -> the same of all `rows` = G rows of its
+    attention group, fresh; `lmhead.LMHead.share`, with `layout` and `row_counts` as in
+    `lmhead::logits_held`.
+    """
+    comm = ops.op_comm(group_name, ranks, parts[0].device)
+    known = Layout(*layout).rows([int(count) for count in row_counts], comm.rank)
+    sharing.check_parts(parts, known.own, parts[0].device)
+    assert known.group_total == rows
+    found = sharing.run_share(comm, known, Workspace(), parts)
+    pairs = zip(found, parts, strict=True)
+    return [part.clone() if part is given else part for part, given in pairs]
 
 
 @torch.library.custom_op("lmhead::exchange", mutates_args=(), schema=f"({_EXCHANGE}) -> Tensor")
@@ -192,6 +268,19 @@ def _logits_gathered_fake(gathered: torch.Tensor, rows: int, *arguments: Any) ->
     return gathered.new_empty((rows, vocab_size), dtype=logits_dtype)
 
 
+@logits_held_op.register_fake
+def _logits_held_fake(hidden: torch.Tensor, rows: int, *arguments: Any) -> torch.Tensor:
+    vocab_size, logits_dtype = arguments[6], arguments[11]
+    _tell_inductor()
+    return hidden.new_empty((rows, vocab_size), dtype=logits_dtype)
+
+
+@share_op.register_fake
+def _share_fake(parts: Sequence[torch.Tensor], rows: int, *_: object) -> list[torch.Tensor]:
+    _tell_inductor()
+    return [part.new_empty((rows, *part.shape[1:])) for part in parts]
+
+
 @exchange_op.register_fake
 def _exchange_fake(
     partial: torch.Tensor,
@@ -215,6 +304,7 @@ def _reassemble_fake(
 
 @logits_out_op.register_fake
 @logits_gathered_out_op.register_fake
+@logits_held_out_op.register_fake
 @exchange_out_op.register_fake
 def _collective_out_fake(*_: object) -> None:
     _tell_inductor()
@@ -232,6 +322,9 @@ _COLLECTIVES = (
     logits_out_op,
     logits_gathered_op,
     logits_gathered_out_op,
+    logits_held_op,
+    logits_held_out_op,
+    share_op,
     exchange_op,
     exchange_out_op,
 )

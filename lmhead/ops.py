@@ -24,8 +24,8 @@ from lmhead.kernels import gemm as _gemm_kernels
 from lmhead.kernels import reassemble as _reassemble_kernels
 from lmhead.kernels import tiles
 from lmhead.ranges import stage
-from lmhead.route import Route, choose
-from lmhead.shapes import Rows
+from lmhead.route import Facts, Route, choose, choose_by
+from lmhead.shapes import Layout, Rows
 from lmhead.workspace import Workspace
 
 KERNELS = ("triton", "torch")
@@ -52,6 +52,17 @@ class Plan:
     softcap: float | None = None
     configs: Configs = DEFAULTS
     deterministic: bool = False
+    replicate: bool = False  # the rows of the whole attention group, on each of its ranks
+
+    @property
+    def result_rows(self) -> int:
+        """The rows whose logits this rank ends with."""
+        return self.rows.group_total if self.replicate else self.rows.own
+
+    @property
+    def result_start(self) -> int:
+        """Where they begin among the gathered ones."""
+        return self.rows.group_start if self.replicate else self.rows.start
 
     @property
     def exact(self) -> bool:
@@ -152,7 +163,8 @@ def check_call(
             fields = {
                 "op": op,
                 "vocab_size": plan.vocab_size,
-                "row_counts": list(plan.rows.counts),
+                "row_counts": list(plan.rows.cells),
+                "replicate": plan.replicate,
                 "shard": plan.shard,
                 "dtype": call.dtype,
                 "route": plan.route.name,
@@ -166,16 +178,20 @@ def check_call(
 def run_gather(
     comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """Own rows [B, H] of every rank -> all rows [T, H], in rank order, by one collective.
+    """The rows [brought, H] that this rank holds -> all rows [T, H], by one collective; where every
+    rank holds all of them, by none.
 
     That is a true all-gather, except where an all-to-all does the same sooner
-    (`Comm.gathers_by_exchange`).  An all-gather has no uneven form, so ranks with fewer rows send
-    as many as the largest; their tails are left out when the rows are closed up.
+    (`Comm.gathers_by_exchange`), or where several ranks hold the same rows: then an all-to-all
+    brings each rank only what it does not hold.  An all-gather has no uneven form, so ranks with
+    fewer rows send as many as the largest; their tails are left out when the rows are closed up.
     """
-    if comm.ranks == 1:
+    if len(rows.cells) == 1:
         return hidden
-    if comm.gathers_by_exchange:
+    if comm.gathers_by_exchange or (rows.copies > 1 and comm.exchanges):
         return _gather_by_exchange(comm, rows, work, hidden, call)
+    if rows.held is not None:
+        hidden, rows = _apart(hidden, rows)
     width, largest = hidden.shape[1], rows.largest
     own = hidden
     if rows.own != largest or not hidden.is_contiguous():
@@ -195,30 +211,49 @@ def run_gather(
     return closed
 
 
+def _apart(hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, Rows]:
+    """Rows that several ranks hold, dealt out to them: those that this rank sends."""
+    counts = [part for count in rows.cells for part in shapes.share_evenly(count, rows.copies)]
+    apart = Rows(tuple(counts), rows.rank)
+    begin = apart.start - rows.brought_start
+    return hidden[begin : begin + apart.own], apart
+
+
 def _gather_by_exchange(
     comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """Every rank is sent a copy of the own rows.  An all-to-all takes split sizes: no count is
-    padded, and the rows land closed up.
+    """A copy of the rows that this rank holds is sent to one rank of every set that holds the same
+    ones: its own place among `rows.copies`.  So each rank receives the rows of all sets, its own
+    set's from itself.  An all-to-all takes split sizes: no count is padded, and the rows land
+    closed up.
     """
-    ranks, own, width = comm.ranks, rows.own, hidden.shape[1]
-    copies = work.take(_COPIES, ranks * own * width, hidden.dtype, hidden.device)
-    copies.view(ranks, own, width).copy_(hidden)
+    sets, brought, width = len(rows.cells), rows.brought, hidden.shape[1]
+    copies = work.take(_COPIES, sets * brought * width, hidden.dtype, hidden.device)
+    copies.view(sets, brought, width).copy_(hidden)
     gathered = work.take("gathered rows", rows.total * width, hidden.dtype, hidden.device)
-    out_splits = None if rows.uniform else [count * width for count in rows.counts]
-    in_splits = None if rows.uniform else [own * width] * ranks
+    out_splits = in_splits = None
+    if rows.copies > 1 or len(set(rows.cells)) > 1:
+        place = rows.rank % rows.copies
+        out_splits, in_splits = [0] * comm.ranks, [0] * comm.ranks
+        for number, count in enumerate(rows.cells):
+            peer = number * rows.copies + place
+            out_splits[peer], in_splits[peer] = count * width, brought * width
     comm.exchange(gathered, copies, out_splits, in_splits, call)
     return gathered.view(rows.total, width)
 
 
-def reserve_gather(comm: Comm, largest: int, work: Workspace, like: torch.Tensor) -> None:
+def reserve_gather(
+    comm: Comm, sets: int, largest: int, work: Workspace, like: torch.Tensor
+) -> None:
     """Keep the buffer for own rows that `run_gather` may need after a warm-up that does not reach
     it: for strided hidden rows where the warm-up's are contiguous, and for copies of as many rows
-    as the largest rank has, which may be this one in a later call.
+    as the largest of the `sets` that hold different rows has, which may be this one's in a later
+    call.
     """
-    if comm.ranks == 1:
+    if sets == 1:
         return
-    purpose, times = (_COPIES, comm.ranks) if comm.gathers_by_exchange else (_OWN, 1)
+    by_exchange = comm.gathers_by_exchange or (sets < comm.ranks and comm.exchanges)
+    purpose, times = (_COPIES, sets) if by_exchange else (_OWN, 1)
     work.take(purpose, times * largest * like.shape[1], like.dtype, like.device)
 
 
@@ -266,7 +301,10 @@ def run_logits(
     out: torch.Tensor | None = None,
     number: int = 0,
 ) -> torch.Tensor:
-    """hidden [B, H] (or [T, H] if `gathered`) -> logits [B, V].  Everything has been validated."""
+    """The rows [brought, H] that this rank holds (or all [T, H] if `gathered`) -> logits of those
+    that it owns, [B, V], or of its attention group's, [G, V], if the plan replicates.  Everything
+    has been validated.
+    """
     rows, device = plan.rows, hidden.device
     if rows.total == 0:  # every rank knows that no rank has rows
         return _result(plan, out, device)
@@ -308,54 +346,75 @@ def run_exchange(
     is nothing to permute.
     """
     rows, shard, vocab, device = plan.rows, plan.shard, plan.vocab_size, partial.device
-    ranks, own = rows.ranks, rows.own
+    ranks, kept = rows.ranks, plan.result_rows
     if rows.total == 0:
         return _result(plan, out, device)
     if plan.route.name == "local":
         result = _result(plan, out, device)
-        run_reassemble_into(plan, partial.view(1, own, shard), result)
+        run_reassemble_into(plan, partial.view(1, kept, shard), result)
         return result
     flat = partial.view(-1)
     if plan.route.name == "all_gather":
         everything = work.take("all partials", ranks * rows.total * shard, plan.wire_dtype, device)
         with stage("exchange"):
             comm.gather(everything, flat, call)
-        blocks = everything.view(ranks, rows.total, shard)[:, rows.start : rows.start + own]
+        start = plan.result_start
+        blocks = everything.view(ranks, rows.total, shard)[:, start : start + kept]
         result = _result(plan, out, device)
         run_reassemble_into(plan, blocks, result)
         return result
 
-    numel = ranks * own * shard
-    if own == 1 and out is None and plan.wire_dtype == plan.logits_dtype:
+    numel = ranks * kept * shard
+    if kept == 1 and out is None and plan.wire_dtype == plan.logits_dtype:
         received, settled = torch.empty(numel, dtype=plan.wire_dtype, device=device), True
     elif (
         plan.exact
-        and (own <= 1 or plan.kernels == "triton")
+        and (kept <= 1 or plan.kernels == "triton")
         and (out is None or out.is_contiguous())
     ):
         received, settled = _result(plan, out, device).view(-1), True
     else:
         received, settled = work.take("received", numel, plan.wire_dtype, device), False
-    out_splits = None if rows.uniform else [own * shard] * ranks
-    in_splits = None if rows.uniform else [count * shard for count in rows.counts]
+    counts = rows.counts
+    if plan.replicate and rows.span > 1:
+        counts = tuple(count for count in rows.groups for _ in range(rows.span))
+        flat = _for_each_owner(plan, work, partial)
+    even = all(count == counts[0] for count in counts)
+    out_splits = None if even else [kept * shard] * ranks
+    in_splits = None if even else [count * shard for count in counts]
     with stage("exchange"):
         comm.exchange(received, flat, out_splits, in_splits, call)
-    blocks = received.view(ranks, own, shard)
-    if settled and own > 1:
+    blocks = received.view(ranks, kept, shard)
+    if settled and kept > 1:
         with stage("reassemble"):
             logits = _reassemble_kernels.reassemble(blocks, plan.configs.in_place)
         return logits if out is None else out
     if settled:
-        return received[: own * vocab].view(own, vocab) if out is None else out
+        return received[: kept * vocab].view(kept, vocab) if out is None else out
     result = _result(plan, out, device)
     run_reassemble_into(plan, blocks, result)
     return result
 
 
+def _for_each_owner(plan: Plan, work: Workspace, partial: torch.Tensor) -> torch.Tensor:
+    """partial [T, S] -> each attention group's rows once for each of its ranks, flat."""
+    rows, shard = plan.rows, plan.shard
+    copies = work.take(
+        "partial per rank", rows.span * rows.total * shard, partial.dtype, partial.device
+    )
+    begin = 0
+    for count in rows.groups:
+        source = partial[begin : begin + count]
+        place = copies[begin * rows.span * shard : (begin + count) * rows.span * shard]
+        place.view(rows.span, count, shard).copy_(source)
+        begin += count
+    return copies
+
+
 def _result(plan: Plan, out: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if out is not None:
         return out
-    return torch.empty((plan.rows.own, plan.vocab_size), dtype=plan.logits_dtype, device=device)
+    return torch.empty((plan.result_rows, plan.vocab_size), dtype=plan.logits_dtype, device=device)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -381,11 +440,13 @@ def logits_by_name(
     route: str,
     *,
     gathered: int | None = None,
+    held: Held | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """hidden [B, H], or all T rows of which `gathered` = B are this rank's -> logits [B, V].
 
-    Arguments are those of `torch.ops.lmhead.logits`.  Temporaries come from the allocator.
+    Arguments are those of `torch.ops.lmhead.logits`; `held` says what `logits_held` knows beside.
+    Temporaries come from the allocator.
     """
     comm, number = op_comm(group_name, ranks, hidden.device), next(_op_calls)
     what = "hidden" if gathered is None else "gathered"
@@ -405,9 +466,9 @@ def logits_by_name(
             kernels,
             route,
             gathered=gathered,
+            held=held,
         )
-        own = plan.rows.own
-        shapes.check_out(out, own, vocab_size, plan.logits_dtype, hidden.device)
+        shapes.check_out(out, plan.result_rows, vocab_size, plan.logits_dtype, hidden.device)
         shapes.check_no_overlap(out, **{what: hidden, "weight": weight, "bias": bias})
     except (ValueError, TypeError) as caught:
         error = caught
@@ -426,6 +487,17 @@ def logits_by_name(
     )
 
 
+@dataclass(frozen=True)
+class Held:
+    """What an operator for a layout knows beside a head: how ranks share attention, whether each
+    gets its group's logits, and the policy.
+    """
+
+    layout: Layout
+    replicate: bool = False
+    policy: str = "auto"
+
+
 def head_plan(
     comm: Comm,
     hidden: torch.Tensor,
@@ -441,8 +513,11 @@ def head_plan(
     route: str,
     *,
     gathered: int | None = None,
+    held: Held | None = None,
 ) -> Plan:
     """Validate a head's operands and say how the call runs; arguments as in `logits_by_name`."""
+    held = Held(Layout.data_parallel(comm.ranks)) if held is None else held
+    layout, replicate = held.layout, held.replicate
     what = "hidden" if gathered is None else "gathered"
     shapes.check_weight(weight, bias)
     shapes.check_hidden(hidden, weight, what)
@@ -450,16 +525,22 @@ def head_plan(
     shapes.check_vocab(vocab_size, weight.shape[0], comm.ranks)
     logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
     counts = listed(row_counts)
+    if layout.ranks != comm.ranks:
+        raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {comm.ranks}")
     if gathered is None:
-        rows = shapes.own_rows(hidden.shape[0], counts, comm.ranks, comm.rank)
+        rows = layout.own_rows(hidden.shape[0], counts, comm.rank)
     else:
-        rows = shapes.gathered_rows(hidden.shape[0], counts, comm.ranks, comm.rank, what)
-        shapes.check_own(rows, gathered, what)
+        rows = layout.gathered_rows(hidden.shape[0], counts, comm.rank, what)
+        if not replicate:
+            shapes.check_own(rows, gathered, what)
+    kept = rows.group_total if replicate else rows.own
     chosen = choose_kernels(kernels, hidden.device)
     configs = DEFAULTS
     if chosen == "triton":
         sizes = sizes_of(weight, wire_dtype, logits_dtype)
-        configs = shipped_configs(hidden.device).configs(rows, sizes)
+        configs = shipped_configs(hidden.device).configs(rows, sizes, kept)
+    asked = asked_route(route)
+    facts = Facts(comm.ranks, comm.backend, asked, layout, rows.cells, replicate, held.policy)
     return Plan(
         rows,
         weight.shape[0],
@@ -467,10 +548,11 @@ def head_plan(
         logits_dtype,
         wire_dtype,
         chosen,
-        choose(comm.ranks, comm.backend, asked_route(route)),
+        choose_by(facts),
         scale,
         softcap,
         configs,
+        replicate=replicate,
     )
 
 

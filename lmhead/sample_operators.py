@@ -3,6 +3,7 @@
 | operator | from | to |
 |---|---|---|
 | sample | hidden [B, H], own rows | what they draw |
+| sample_held | hidden rows of a layout whose attention groups have several ranks | what they draw |
 | sample_exchange | partial [T, S] of the caller's own GEMM | what the own B rows draw |
 
 Parameters come as `records` [B, W] int32 (`lmhead.sampling.Request.records`) and their `form`,
@@ -19,12 +20,14 @@ from typing import Any
 
 import torch
 
-from lmhead import draw, order
+from lmhead import draw, ops, order
 from lmhead.operators import HEAD
 from lmhead.sampling import Form, Records, Sample
+from lmhead.shapes import Layout
 
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _RECORDS = "Tensor records, SymInt[] form, Tensor? mask, bool full"
+_HELD = "SymInt rows, int[] layout, bool share, str policy"
 _PARTIAL = "int vocab_size, str group_name, int ranks, SymInt[]? row_counts, str kernels, str route"
 
 _Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,6 +57,33 @@ def sample_exchange_op(*arguments: Any) -> _Results:
     return _results(draw.sample_exchange_by_name(*arguments))
 
 
+@torch.library.custom_op(
+    "lmhead::sample_held",
+    mutates_args=(),
+    schema=f"(Tensor hidden, {_RECORDS}, {_HELD}, {HEAD}) -> {_RESULTS}",
+)
+def sample_held_op(
+    hidden: torch.Tensor,
+    records: torch.Tensor,
+    form: Sequence[int],
+    mask: torch.Tensor | None,
+    full: bool,
+    rows: int,
+    layout: Sequence[int],
+    share: bool,
+    policy: str,
+    *head: Any,
+) -> _Results:
+    """hidden [brought, H], the rows that this rank holds, and the records of its attention group's
+    G rows -> what the `rows` draw that it owns, or all G if `share`.  The rest as in
+    `lmhead::logits_held`.
+    """
+    held = ops.Held(Layout(*layout), policy=policy)
+    found = draw.sample_by_name(hidden, records, form, mask, full, *head, held=held, share=share)
+    assert found.ids.shape[0] == rows
+    return _results(found)
+
+
 def _results(found: Sample) -> _Results:
     """Every result has storage of its own, the empty ones too."""
 
@@ -77,8 +107,25 @@ def _results(found: Sample) -> _Results:
 def _sample_fake(
     source: torch.Tensor, records: torch.Tensor, form: Sequence[int], *_: object
 ) -> _Results:
-    order.keep_order(sample_op._opoverload, sample_exchange_op._opoverload)
-    known, rows = Form.from_list(form), records.shape[0]
+    return _fakes(source, form, records.shape[0])
+
+
+@sample_held_op.register_fake
+def _sample_held_fake(
+    source: torch.Tensor,
+    records: torch.Tensor,
+    form: Sequence[int],
+    mask: torch.Tensor | None,
+    full: bool,
+    rows: int,
+    *_: object,
+) -> _Results:
+    return _fakes(source, form, rows)
+
+
+def _fakes(source: torch.Tensor, form: Sequence[int], rows: int) -> _Results:
+    order.keep_order(*(op._opoverload for op in _OPERATORS))
+    known = Form.from_list(form)
     given = rows if known.logprobs else 0
 
     def floats(*shape: Any) -> torch.Tensor:
@@ -94,7 +141,9 @@ def _sample_fake(
     )
 
 
-for _op in (sample_op, sample_exchange_op):
+_OPERATORS = (sample_op, sample_held_op, sample_exchange_op)
+
+for _op in _OPERATORS:
     order.mark(_op._opoverload)
 
 
@@ -104,10 +153,16 @@ def sample(
     mask: torch.Tensor | None,
     *head: Any,
     full: bool,
+    held: tuple[Any, ...] | None = None,
 ) -> Sample:
-    """The operator's results as a `Sample`, without a route."""
-    form = records.form.to_list()
-    found = torch.ops.lmhead.sample(hidden, records.words, form, mask, full, *head)
+    """The operator's results as a `Sample`, without a route; `held` are what `sample_held` takes
+    between `full` and the head.
+    """
+    drawn = (hidden, records.words, records.form.to_list(), mask, full)
+    if held is None:
+        found = torch.ops.lmhead.sample(*drawn, *head)
+    else:
+        found = torch.ops.lmhead.sample_held(*drawn, *held, *head)
     return _sample(found, records.form)
 
 

@@ -49,6 +49,15 @@ class Sample(NamedTuple):
     top_ids: torch.Tensor | None = None  # [B, n] int64, most likely first; -1 where there is none
     top_logprobs: torch.Tensor | None = None  # [B, n] fp32
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that has a row per drawn token, in order; what was not asked for is left out."""
+        return [part for part in self if isinstance(part, torch.Tensor)]
+
+    def with_tensors(self, parts: Sequence[torch.Tensor]) -> Sample:
+        """The same with other tensors in place of `tensors()`."""
+        names = [name for name, part in self._asdict().items() if isinstance(part, torch.Tensor)]
+        return self._replace(**dict(zip(names, parts, strict=True)))
+
 
 @dataclass(frozen=True)
 class Form:

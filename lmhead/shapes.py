@@ -223,6 +223,10 @@ class Layout:
         """Every rank has all rows."""
         return cls(1, ranks)
 
+    def to_list(self) -> list[int]:
+        """The sizes as `Layout` takes them, for an operator."""
+        return [self.dp_size, self.attn_tp_size, self.attn_cp_size]
+
     @property
     def ranks(self) -> int:
         """N."""
@@ -563,15 +567,29 @@ def resolve_dtypes(
     return logits, wire
 
 
-def moved_bytes(route: str, rows: Rows, shard: int, itemsize: int) -> int:
+def moved_bytes(route: str, rows: Rows, shard: int, itemsize: int, replicate: bool = False) -> int:
     """Bytes of logits that cross this rank's link in one call, in the busier direction; its own
     block stays.
 
-    all_to_all: sent (T - B) * S, received (N - 1) * B * S.  all_gather: sent once to each other
-    rank as a ring does, received (N - 1) * T * S.
+    all_to_all: sent (T - B) * S, received (N - 1) * B * S; with `replicate`, where each rank gets
+    all G rows of its attention group, sent to each other rank as many as its group has, received
+    (N - 1) * G * S.  all_gather: sent once to each other rank as a ring does, received
+    (N - 1) * T * S.
     """
     if route == "all_to_all":
-        return max(rows.total - rows.own, (rows.ranks - 1) * rows.own) * shard * itemsize
+        sent, kept = rows.total - rows.own, rows.own
+        if replicate:
+            sent, kept = rows.span * rows.total - rows.group_total, rows.group_total
+        return max(sent, (rows.ranks - 1) * kept) * shard * itemsize
     if route == "all_gather":
         return (rows.ranks - 1) * rows.total * shard * itemsize
     return 0
+
+
+def gathered_bytes(rows: Rows, width: int, itemsize: int) -> int:
+    """Bytes of hidden rows, `width` elements each, that cross this rank's link in one call, in the
+    busier direction: it sends what it holds to one rank of each other set, and receives what it
+    does not hold.
+    """
+    sets = len(rows.cells)
+    return max((sets - 1) * rows.brought, rows.total - rows.brought) * width * itemsize

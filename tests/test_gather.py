@@ -108,7 +108,7 @@ def _kept(rank: int, ranks: int, backend: str) -> list[str]:
             wrong.append(f"{counts}, {layout}: {allocations.seen}, {before} -> {work.bytes()}")
 
     ready = False
-    ops.reserve_gather(comm, max(counts), work, like)
+    ops.reserve_gather(comm, comm.ranks, max(counts), work, like)
     gather(counts, "plain")
     ready = True
     # As many rows in all, by turns on every rank: the buffers of one rank are those of each.

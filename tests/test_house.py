@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each module of the host room may import of ours.  `kernels` stands for all of lmhead.kernels.
 ALLOWED = {
-    "__init__": {"comm", "graphs", "head", "own_gemm", "sampling", "workspace"},
+    "__init__": {"comm", "graphs", "head", "own_gemm", "sampling", "shapes", "workspace"},
     "shapes": set(),
     "timing": set(),
     "compare": set(),
@@ -27,7 +27,7 @@ ALLOWED = {
     "order": set(),
     "memory": set(),
     "route": {"shapes"},
-    "comm": {"shapes"},
+    "comm": {"route", "shapes"},
     "codegen": {"kernels"},
     "devices": {"kernels"},
     "estimate": {"devices", "kernels"},
@@ -38,18 +38,19 @@ ALLOWED = {
     "tune_ranks": {"comm", "devices", "launch", "measure", "tables", "tune"},
     "chooser": {"comm", "devices", "kernels", "shapes", "tables"},
     "ops": {"chooser", "comm", "kernels", "ranges", "reference", "route", "shapes", "workspace"},
-    "operators": {"ops", "order", "route", "shapes"},
+    "operators": {"ops", "order", "route", "shapes", "sharing", "workspace"},
     "noise": set(),
     "sampling": set(),
     "candidates": {"noise", "sampling"},
+    "sharing": {"comm", "ranges", "shapes", "workspace"},
     "draw": {
         *("candidates", "comm", "kernels", "ops", "ranges", "route", "sampling", "shapes"),
-        "workspace",
+        *("sharing", "workspace"),
     },
-    "sample_operators": {"draw", "operators", "order", "sampling"},
+    "sample_operators": {"draw", "operators", "ops", "order", "sampling", "shapes"},
     "head": {
         *("chooser", "comm", "draw", "memory", "operators", "ops", "order", "route"),
-        *("sample_operators", "sampling", "shapes", "tables", "workspace"),
+        *("sample_operators", "sampling", "shapes", "sharing", "tables", "workspace"),
     },
     "own_gemm": {
         *("comm", "draw", "operators", "ops", "order", "sample_operators", "sampling"),

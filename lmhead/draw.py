@@ -33,6 +33,7 @@ from lmhead.ranges import stage
 from lmhead.route import Route
 from lmhead.sampling import (
     MISSED,
+    SEED,
     Form,
     Records,
     Sample,
@@ -75,10 +76,12 @@ def run_sample(
     if full or plan.rows.total == 0:
         logits = ops.run_logits(comm, plan, work, hidden, weight, bias, number=number)
         return _from_logits(plan, work, logits, own, mask)
+    if plan.rows.span > 1 and records.form.noisy and not records.form.seeded:
+        records = _with_owners_seeds(comm, plan, work, own, records, number)
     if comm.ranks > 1:
         with stage("gather"):
             hidden, records = _gather(comm, plan, work, hidden, records, call)
-    if comm.ranks == 1:
+    else:
         weight = weight[: plan.vocab_size]
         bias = None if bias is None else bias[: plan.vocab_size]
     total, shard, device = plan.rows.total, weight.shape[0], hidden.device
@@ -150,6 +153,18 @@ def _own(
     begin = rows.start - rows.group_start
     chosen = slice(begin, begin + rows.own)
     return records.rows(chosen), None if mask is None else mask[chosen]
+
+
+def _with_owners_seeds(
+    comm: Comm, plan: Plan, work: Workspace, own: Records, records: Records, number: int
+) -> Records:
+    """The records of an attention group's rows, in which rows without a seed have one that each
+    rank made up, with those of the rows' owners: all shards add the same noise then.
+    """
+    (seeds,) = run_share(comm, plan.rows, work, [own.words[:, SEED]], number)
+    words = records.words.clone()
+    words[:, SEED] = seeds
+    return Records(words, records.form)
 
 
 def _gather(

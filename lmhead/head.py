@@ -330,7 +330,8 @@ class LMHead(nn.Module):
         In a layout whose attention groups have several ranks, hidden are the rows that this rank
         holds, parameters are of all G rows of its group (the same on each of its ranks), and the
         result is of those that it owns; `share=True` hands the group's to all its ranks, as `share`
-        does.
+        does.  Where a row that no filter cuts may have no seed (no `seeds`, or a tensor of them),
+        one more small collective hands its owner's to the group.
 
         With `logprobs`, `logprob_ids` or `details=True` the result is a `Sample`, which holds the
         log-probabilities, each row's status and the route as well.
@@ -925,11 +926,11 @@ class LMHead(nn.Module):
         """The rows of a result in code that is being traced, whose operator checks them when it
         runs: those that this rank owns, or all of its attention group's.
         """
-        layout, rank = self._layout, self._comm.rank
-        brought = given // layout.cells if gathered else given
-        owned = layout.traced_counts(brought, row_counts)
-        first = rank - rank % layout.span
-        return sum(owned[first : first + layout.span]) if whole else owned[rank]
+        layout = self._layout
+        held = row_counts
+        if held is None:
+            held = [given // layout.cells if gathered else given] * layout.cells
+        return layout.traced_rows(held, self._comm.rank, whole)
 
     def _share_compiled(
         self, parts: Sequence[torch.Tensor], row_counts: Sequence[int] | None

@@ -76,6 +76,7 @@ class Form:
     may_miss: bool = False  # whether C of a shard's columns may fail to cover a row
     by_mass: bool = False  # whether a nucleus may have to be cut from all logits' mass
     fallback: bool = True
+    seeded: bool = True  # whether every row is known to have a seed of its own
 
     def to_list(self) -> list[int]:
         """As an operator takes it."""
@@ -138,7 +139,7 @@ class Form:
 
 # The words of a record that every row has: 1 / temperature (0: greedy), k (0: off), p (1: off),
 # ln of min-p (-inf: off), the seed's two, the position's two.
-FIXED = 8
+FIXED, SEED = 8, slice(4, 6)
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ class Request:
             may_miss=may_miss,
             by_mass=may_miss and loose and _on(self.top_p, 1.0),
             fallback=bool(self.fallback),
+            seeded=isinstance(self.seeds, int) and self.seeds != UNSEEDED,
         )
 
     @property

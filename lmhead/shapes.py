@@ -306,10 +306,15 @@ class Layout:
         _check_total(rows, total, row_counts, what)
         return rows
 
-    def traced_counts(self, brought: int, row_counts: Sequence[int] | None) -> list[int]:
-        """Rows owned, a count per rank, in code that is being traced and checks nothing."""
-        counts = [brought] * self.cells if row_counts is None else list(row_counts)
-        return list(self.owners(counts))
+    def traced_rows(self, row_counts: Sequence[int], rank: int, whole: bool) -> int:
+        """The rows that this rank owns, or the `whole` of its attention group's, in code that is
+        being traced and checks nothing.
+        """
+        group, place = divmod(rank, self.span)
+        width = self.attn_cp_size
+        held = row_counts[group * width : (group + 1) * width]
+        total = held[0] * width if all(count is held[0] for count in held) else sum(held)
+        return total if whole else share_evenly(total, self.span)[place]
 
 
 def rows_from_counts(row_counts: Sequence[int], ranks: int, rank: int) -> Rows:

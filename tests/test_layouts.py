@@ -12,13 +12,14 @@ from data_head import Arithmetic, normal, raised, shard_of, whole
 from data_layout import SIZES, crossed, held_rows, where
 from data_sample import edits, mixed, rows_of
 from ranks import pool
+from test_sample_statistics import ENOUGH, KINDS, logits_of, p_value, probabilities
 
 import lmhead
 from lmhead import shapes
 from lmhead.shapes import Layout
 
 STEPS = 50
-VOCABS = (96, 101)  # a multiple of every N, and not
+VOCABS = (96, 101)  # a multiple of every N, and not; steps take turns
 WIDTH = 16
 
 
@@ -32,20 +33,26 @@ def _given(vocab: int, number: int, total: int) -> dict[str, Any]:
     return given | (edits(total, vocab, number) if number % 6 == 1 else {})
 
 
-def _steps(rank: int, ranks: int, sizes: tuple[int, int, int], vocab: int) -> list[dict[str, Any]]:
-    """What one rank ends with in every step, by the all-to-all; that the all-gather gives the same
-    is held here.
-    """
+def _heads(rank: int, ranks: int, sizes: tuple[int, int, int], vocab: int) -> list[lmhead.LMHead]:
+    """By the rules, and by the all-gather."""
+    shard = shard_of(_data(vocab, 0, 1)[1], ranks, rank, padding=float("nan"))
     layout = Layout.of(*sizes)
-    weight = _data(vocab, 0, 1)[1]
-    shard = shard_of(weight, ranks, rank, padding=float("nan"))
-    heads = [
+    return [
         lmhead.LMHead(shard, vocab, scale=0.0625, layout=layout, route=route)
         for route in (None, "all_gather")
     ]
+
+
+def _steps(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """What one rank ends with in every step, by the all-to-all; that the all-gather gives the same
+    is held here.
+    """
+    both = {vocab: _heads(rank, ranks, sizes, vocab) for vocab in VOCABS}
     found = []
     for number in range(STEPS):
         held, equal = held_rows(sizes, number)
+        vocab = VOCABS[number % 2]
+        heads = both[vocab]
         hidden, _ = _data(vocab, number, sum(held))
         place = where(sizes, rank, held)
         counts = None if equal else held
@@ -80,21 +87,21 @@ def _steps(rank: int, ranks: int, sizes: tuple[int, int, int], vocab: int) -> li
             assert all(torch.equal(said[name], now[name]) for name in said)
             said = now
         found.append(said | {"owns": place.owns, "group": place.group})
-    assert heads[0].stats()["all_to_all"].rules["default"] >= 2 * 40
+    assert heads[0].stats()["all_to_all"].rules["default"] >= 2 * 20
     return found
 
 
-@pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes)))
-def test_every_row_is_that_of_one_process(sizes: tuple[int, int, int], vocab: int) -> None:
+def test_every_row_is_that_of_one_process(sizes: tuple[int, int, int]) -> None:
     """50 steps of random rows, with uneven counts and idle groups: logits, drawn tokens and their
     log-probabilities, bit for bit, by both routes, owned, shared and replicated.
     """
-    ranks = pool(sizes[0]).run(_steps, sizes, vocab)
-    single = lmhead.LMHead(_data(vocab, 0, 1)[1], vocab, scale=0.0625)
+    ranks = pool(sizes[0]).run(_steps, sizes)
+    singles = {vocab: lmhead.LMHead(_data(vocab, 0, 1)[1], vocab, scale=0.0625) for vocab in VOCABS}
     for number in range(STEPS):
         held, _ = held_rows(sizes, number)
-        total = sum(held)
+        total, vocab = sum(held), VOCABS[number % 2]
+        single = singles[vocab]
         hidden, _ = _data(vocab, number, total)
         logits = single(hidden)
         sample = single.sample(hidden, logprobs=2, **_given(vocab, number, total))
@@ -293,3 +300,35 @@ def test_sizes_that_do_not_divide_are_refused_with_their_numbers() -> None:
     assert str(Layout.of(8, 2, 2)) == (
         "2 attention groups of 2 context-parallel ranks of 2 tensor-parallel ranks"
     )
+
+
+# Unseeded draws.
+
+
+def _unseeded(rank: int, ranks: int, sizes: tuple[int, int, int], given: dict[str, Any]) -> Any:
+    """What 40 calls of 64 rows with the same logits draw, on ranks whose generators differ."""
+    torch.manual_seed(1000 + 7 * rank)
+    layout = Layout.of(*sizes)
+    logits = logits_of(100)
+    head = lmhead.LMHead(shard_of(logits[:, None], ranks, rank), 100, layout=layout)
+    held = [64 if cell == 0 else 3 for cell in range(layout.cells)]
+    hidden = torch.ones(layout.rows(held, rank).brought, 1)
+    return [head.sample(hidden, row_counts=held, share=True, **given) for _ in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["temperature", "top-k", "mixture"])
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (4, 2, 1), (4, 2, 2)])
+def test_unseeded_draws_are_the_same_on_all_ranks_of_a_group(
+    sizes: tuple[int, int, int], kind: str
+) -> None:
+    """Each rank draws seeds of its own, and the shards of a row may see different ones; what its
+    owner makes of them has the probabilities that it should, and the whole group gets it.
+    """
+    found = pool(4).run(_unseeded, sizes, KINDS[kind])
+    span = Layout.of(*sizes).span
+    for group in (found[first : first + span] for first in range(0, 4, span)):
+        for rank in group[1:]:
+            assert all(map(torch.equal, rank, group[0]))
+    ids = torch.cat([call[:64] for call in found[0]])
+    assert ids.numel() == 2560 and len(set(map(tuple, ids.view(40, 64).tolist()))) == 40
+    assert p_value(ids, probabilities(logits_of(100), **KINDS[kind])) > ENOUGH

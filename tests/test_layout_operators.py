@@ -1,0 +1,382 @@
+"""Layouts in compiled code, under a capture, by Triton's kernels, under LMHEAD_CHECK=1, and over a
+backend without an all-to-all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_cases import caught, checked_mode
+from data_head import FLOATS, collectives, normal, shard_of, whole
+from data_layout import held_rows, where
+from data_sample import mixed
+from guards import Trail, violations
+from ranks import pool
+from torch._dynamo.utils import counters
+
+import lmhead
+from lmhead import candidates, comm, operators, route, sample_operators, sampling
+from lmhead.sampling import Request
+from lmhead.shapes import Layout
+
+BF16, _, FP32 = FLOATS
+VOCAB, WIDTH = 24, 8
+# (tp_size, dp_size, attn_cp_size)
+SIZES = ((4, 2, 1), (4, 1, 1), (4, 2, 2))
+
+Call = Callable[[], Any]
+
+
+def _head(rank: int, ranks: int, vocab: int = VOCAB, **options: Any) -> lmhead.LMHead:
+    dtype = options.pop("dtype", FP32)
+    weight = shard_of(whole(vocab, WIDTH, seed=1, dtype=dtype), ranks, rank)
+    return lmhead.LMHead(weight, vocab, scale=0.5, **options)
+
+
+def _hidden(
+    sizes: tuple[int, int, int], rank: int, held: list[int], dtype: torch.dtype = FP32
+) -> torch.Tensor:
+    place = where(sizes, rank, held)
+    everyone = whole(sum(held), WIDTH, seed=sum(held), dtype=dtype)
+    return everyone[place.holds.start : place.holds.stop].contiguous()
+
+
+# Operators.
+
+
+def _opcheck(rank: int, ranks: int, sizes: tuple[int, int, int]) -> int:
+    layout, device = Layout.of(*sizes), torch.device("cpu")
+    name = dist.group.WORLD.group_name
+    weight = _head(rank, ranks).weight
+    checks = 0
+    for held in ([3] * layout.cells, [5, 0, 2, 1][: layout.cells]):
+        rows = layout.rows(held, rank)
+        hidden = _hidden(sizes, rank, held)
+        counts = None if len(set(held)) == 1 else held
+        head = (weight, None, VOCAB, name, ranks, 0.5, None, FP32, FP32, counts, "", "")
+        for replicate in (False, True):
+            kept = rows.group_total if replicate else rows.own
+            given = (hidden, kept, layout.to_list(), False, replicate, "auto", *head)
+            torch.library.opcheck(operators.logits_held_op, given)
+            out = torch.empty(kept, VOCAB + 3)[:, :VOCAB]
+            torch.library.opcheck(operators.logits_held_out_op, (*given, out))
+            everyone = whole(sum(held), WIDTH, seed=2)
+            gathered = (everyone, kept, layout.to_list(), True, replicate, "auto", *head)
+            torch.library.opcheck(operators.logits_held_op, gathered)
+        request = Request(top_k=3, logprobs=1, seeds=5, positions=torch.arange(rows.group_total))
+        form = request.form(VOCAB, weight.shape[0])
+        unseeded = sampling.unseeded(rows.group_total, rank, device)
+        words = request.records(rows.group_total, form, VOCAB, device, unseeded).words
+        for share in (False, True):
+            kept = rows.group_total if share else rows.own
+            given = (hidden, words, form.to_list(), None, False, kept, layout.to_list())
+            given = (*given, share, "auto", *head)
+            torch.library.opcheck(sample_operators.sample_held_op, given)
+        parts = [torch.arange(rows.own), normal(rows.own, 3, seed=rank)]
+        given = (parts, rows.group_total, layout.to_list(), held, name, ranks)
+        torch.library.opcheck(operators.share_op, given)
+        checks += 9
+    return checks
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_opcheck(sizes: tuple[int, int, int]) -> None:
+    assert pool(4).run(_opcheck, sizes) == [18] * 4
+
+
+def _step(head: lmhead.LMHead, way: str) -> Callable[..., Any]:
+    def draw(hidden: torch.Tensor, **options: Any) -> Any:
+        positions = torch.arange(hidden.shape[0] * head.layout.attn_cp_size)
+        return head.sample(
+            hidden * 2, seeds=7, positions=positions, top_k=5, logprobs=1, **options
+        ).tensors()
+
+    return {
+        "owned": lambda x: head(x * 2) + 1,
+        "replicated": lambda x: head(x * 2, replicate=True) + 1,
+        "gathered": lambda x: head.forward_gathered(x.repeat(head.layout.cells, 1)) + 1,
+        "drawn": draw,
+        "drawn and shared": lambda x: draw(x, share=True),
+    }[way]
+
+
+@torch.no_grad()
+def _compiled(rank: int, ranks: int, sizes: tuple[int, int, int], way: str) -> list[str]:
+    """By Inductor, for row counts that it has not seen, by one graph, with eager bits."""
+    torch._dynamo.reset()
+    counters.clear()
+    head = _head(rank, ranks, layout=Layout.of(*sizes))
+    step, wrong = _step(head, way), []
+    compiled = torch.compile(step, fullgraph=True)
+    for count in (4, 5, 6, 9):
+        hidden = _hidden(sizes, rank, [count] * head.layout.cells)
+        torch._dynamo.mark_dynamic(hidden, 0)
+        got, want = compiled(hidden), step(hidden)
+        got, want = (list(of) if isinstance(of, (list, tuple)) else [of] for of in (got, want))
+        if not all(map(torch.equal, got, want)):
+            wrong.append(f"{count} rows: {got} is not {want}")
+    graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return wrong if graphs == (1, 0) else [*wrong, f"{graphs} graphs and breaks"]
+
+
+@pytest.mark.parametrize("way", ["owned", "replicated", "gathered", "drawn", "drawn and shared"])
+@pytest.mark.parametrize("sizes", SIZES[::2])
+def test_compiled_layouts_are_the_eager_ones(sizes: tuple[int, int, int], way: str) -> None:
+    assert pool(4).run(_compiled, sizes, way) == [[]] * 4
+
+
+@torch.no_grad()
+def _uneven(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
+    """Row counts that a graph holds as they are, an idle set among them, into a given buffer, and
+    tokens that are shared by a call of their own.
+    """
+    torch._dynamo.reset()
+    layout = Layout.of(*sizes)
+    held = [3, 0, 4, 1][: layout.cells]
+    head = _head(rank, ranks, layout=layout)
+    hidden, rows = _hidden(sizes, rank, held), layout.rows(held, rank)
+
+    def step(x: torch.Tensor, out: torch.Tensor) -> Any:
+        logits = head(x, held, out)
+        ids = head.share(head.sample(x, row_counts=held, temperature=0.0), held)
+        return logits + 1, ids
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    outs = [torch.full((rows.own, VOCAB + 1), 7.0)[:, :VOCAB] for _ in range(2)]
+    got, want = compiled(hidden, outs[0]), step(hidden, outs[1])
+    same = [*map(torch.equal, got, want), torch.equal(*outs)]
+    return [] if all(same) else [f"{same}"]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_compiled_uneven_rows(sizes: tuple[int, int, int]) -> None:
+    assert pool(4).run(_uneven, sizes) == [[]] * 4
+
+
+# A capture.
+
+
+def _calls(
+    head: lmhead.LMHead,
+    hidden: torch.Tensor,
+    everyone: torch.Tensor,
+    held: list[int],
+    out: torch.Tensor,
+    drawn: dict[str, Any],
+) -> dict[str, Call]:
+    """Everything that a head may be asked."""
+    counts = None if len(set(held)) == 1 else held
+    ids = torch.arange(out.shape[0])
+    return {
+        "owned": lambda: head(hidden, counts),
+        "replicated": lambda: head(hidden, counts, replicate=True),
+        "into out": lambda: head(hidden, counts, out),
+        "gathered": lambda: head.forward_gathered(everyone, counts),
+        "share": lambda: head.share(ids, held),
+        "drawn": lambda: head.sample(hidden, row_counts=counts, **drawn),
+        "drawn and shared": lambda: head.sample(hidden, row_counts=counts, share=True, **drawn),
+    }
+
+
+def _captured(rank: int, ranks: int, sizes: tuple[int, int, int], kernels: str) -> list[str]:
+    """Every call of a warmed head under the guard, with the result that it had before; draws by the
+    branch that a CUDA device takes.
+    """
+    layout, wrong = Layout.of(*sizes), []
+    dtype = BF16 if kernels == "triton" else FP32
+    for held in ([2] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+        rows, hidden = layout.rows(held, rank), _hidden(sizes, rank, held, dtype)
+        everyone = whole(sum(held), WIDTH, seed=sum(held), dtype=dtype)
+        head = _head(rank, ranks, layout=layout, kernels=kernels, dtype=dtype)
+        out = torch.empty(rows.own, VOCAB, dtype=dtype)
+        drawn = {"top_k": 3, "seeds": 5, "positions": torch.arange(rows.group_total)}
+        calls = _calls(head, hidden, everyone, held, out, drawn)
+        before = {name: call().clone() for name, call in calls.items()}
+        with mock.patch.object(candidates, "_chosen", lambda mask: mask):
+            trail = Trail()
+            with trail.recording():
+                head.warmup([held], sample=drawn, replicate=True)
+                head.warmup([held], out)
+            after = {name: violations(call, trail) for name, call in calls.items()}
+        for name, (got, found) in after.items():
+            allowed = {"allocation"} if "drawn" in name or name == "share" else set()
+            wrong += [f"{name}: {kind}: {text}" for kind, text in found if kind not in allowed]
+            if not torch.equal(got, before[name]):
+                wrong.append(f"{name}: {got} is not {before[name]}")
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_warmed_layouts_are_capture_safe(sizes: tuple[int, int, int]) -> None:
+    assert pool(4).run(_captured, sizes, "torch") == [[]] * 4
+
+
+def test_warmed_layouts_are_capture_safe_by_kernels() -> None:
+    assert pool(2).run(_captured, (2, 1, 1), "triton") == [[]] * 2
+
+
+def _graphs(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[list[int]]:
+    """A decode step whose tokens are shared, so that it returns as many as it was given rows."""
+    head = _head(rank, ranks, layout=Layout.of(*sizes))
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        return head.sample(hidden, temperature=0.0, share=True)
+
+    graphs = lmhead.DecodeGraphs(step, (2, 4), heads=(head,))
+    graphs.capture(torch.empty(1, WIDTH))
+    found = []
+    for count in (1, 3, 4):
+        hidden = _hidden(sizes, rank, [count] * head.layout.cells)
+        found.append(graphs(hidden).tolist())
+        assert found[-1] == head.sample(hidden, temperature=0.0, share=True).tolist()
+    return found
+
+
+def test_decode_graphs_replay_a_shared_draw() -> None:
+    found = pool(4).run(_graphs, (4, 2, 1))
+    assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+
+
+# Kernels.
+
+
+def _by_kernels(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
+    """Triton's kernels, in the interpreter, against torch's: owned, replicated and drawn."""
+    layout, wrong = Layout.of(*sizes), []
+    for vocab in (VOCAB, VOCAB - 1):
+        heads = [
+            _head(rank, ranks, vocab, layout=layout, kernels=kernels, dtype=BF16)
+            for kernels in ("torch", "triton")
+        ]
+        for held in ([2] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+            hidden = _hidden(sizes, rank, held, BF16)
+            count = layout.rows(held, rank).group_total
+            drawn = mixed(count, vocab, 3) | {"candidates": vocab}
+            results = [
+                (
+                    head(hidden, held),
+                    head(hidden, held, replicate=True),
+                    head.sample(hidden, row_counts=held, share=True, **drawn),
+                )
+                for head in heads
+            ]
+            wrong += [
+                f"V={vocab}, {held}: {one} is not {other}"
+                for one, other in zip(*results, strict=True)
+                if not torch.equal(one, other)
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 2, 1)])
+def test_kernels_give_what_torch_gives(sizes: tuple[int, int, int]) -> None:
+    assert pool(sizes[0]).run(_by_kernels, sizes) == [[]] * sizes[0]
+
+
+# A backend that is not known to have an all-to-all.
+
+
+@contextlib.contextmanager
+def _without_all_to_all() -> Iterator[None]:
+    with (
+        mock.patch.object(comm, "ALL_TO_ALL_BACKENDS", frozenset()),
+        mock.patch.object(route, "ALL_TO_ALL_BACKENDS", frozenset()),
+        mock.patch.object(comm.Comm, "gathers_by_exchange", False),
+    ):
+        route.choose_by.cache_clear()
+        yield
+    route.choose_by.cache_clear()
+
+
+def _by_gathers(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
+    layout, wrong = Layout.of(*sizes), []
+    head = _head(rank, ranks, layout=layout)
+    for number in (1, 2, 3, 5, 8):
+        held, _ = held_rows(sizes, number)
+        hidden = _hidden(sizes, rank, held)
+        given = mixed(layout.rows(held, rank).group_total, VOCAB, 3)
+        given["mask"] = torch.ones(given["seeds"].shape[0], VOCAB, dtype=torch.bool)
+        given["mask"][:, :3] = False
+
+        def results(given: Any = given, held: Any = held, hidden: Any = hidden) -> list[Any]:
+            sample = head.sample(hidden, row_counts=held, details=True, **given)
+            return [head(hidden, held), *sample.tensors(), *head.share(sample).tensors()]
+
+        want = results()
+        with _without_all_to_all(), collectives() as seen:
+            got = results()
+            names = {moved.collective for moved in seen}
+            if sum(held) and (head.last_route.rule != "backend" or len(names) != 1):
+                wrong.append(f"{held}: {head.last_route} by {names}")
+        pairs = zip(got, want, strict=True)
+        wrong += [f"{held}: {a} is not {b}" for a, b in pairs if not torch.equal(a, b)]
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_without_an_all_to_all_gathers_do_the_same(sizes: tuple[int, int, int]) -> None:
+    assert pool(4).run(_by_gathers, sizes) == [[]] * 4
+
+
+# The rules, and who disagrees.
+
+
+def _published(rank: int, ranks: int) -> list[Any]:
+    """What policy "sglang" takes, call by call, and what was counted."""
+    plain = _head(rank, ranks, policy="sglang")
+    groups = _head(rank, ranks, policy="sglang", layout=Layout.of(ranks, 2))
+    found = []
+    for held in ([2] * ranks, [2, 2, 1, 2], [2, 2, 0, 2], [0] * ranks):
+        plain(_hidden((ranks, ranks, 1), rank, held), held)
+        found.append(plain.last_route.rule)
+    groups(_hidden((ranks, 2, 1), rank, [2, 2]))
+    found.append(groups.last_route.rule)
+    plain.warmup(2)
+    return [*found, plain.stats(), groups.stats()]
+
+
+def test_the_published_policy_falls_back_where_it_does() -> None:
+    for *rules, plain, groups in pool(4).run(_published):
+        uneven = "published_uneven"
+        assert rules == ["default", uneven, uneven, "no_rows", "published_layout"]
+        assert {name: found.rules for name, found in plain.items()} == {
+            "all_to_all": {"default": 1},
+            "all_gather": {uneven: 2},
+            "local": {"no_rows": 1},
+        }
+        assert plain["all_to_all"].calls == 1 and plain["all_gather"].calls == 2
+        assert plain["all_gather"].bytes == 3 * (7 + 6) * (VOCAB // 4) * 4
+        assert plain["local"].bytes == 0
+        assert groups["all_gather"].rules == {"published_layout": 1}
+
+
+def _checked(rank: int, ranks: int) -> dict[str, Any]:
+    """What rank 1 does otherwise than the others, under LMHEAD_CHECK=1."""
+    checked_mode()
+    odd = rank == 1
+    sizes, held = (ranks, 2, 1), [2, 2]
+    head = _head(rank, ranks, layout=Layout.of(*sizes))
+    hidden = _hidden(sizes, rank, held)
+    return {
+        "replicate": caught(lambda: head(hidden, replicate=odd)),
+        "counts": caught(lambda: head(hidden, [2, 3] if odd else [2, 2])),
+        "share": caught(lambda: head.sample(hidden, share=odd)),
+        "shared rows": caught(lambda: head.share(torch.zeros(3 if odd else 1), held)),
+        "shared dtype": caught(
+            lambda: head.share(torch.zeros(1, dtype=torch.int64 if odd else torch.int32), held)
+        ),
+        "same": caught(lambda: head.share(torch.zeros(1), held).tolist()),
+    }
+
+
+def test_ranks_that_ask_for_different_things_all_raise() -> None:
+    found = pool(4).run(_checked)
+    for name in found[0]:
+        errors = [rank[name].error for rank in found]
+        assert errors == ([""] * 4 if name == "same" else ["ValueError"] * 4), (name, found)

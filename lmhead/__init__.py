@@ -3,6 +3,7 @@
     LMHead           the head as a module: own rows in, their logits over the whole vocabulary out
     exchange         the same exchange under a caller's own GEMM
     sample_exchange  the draw of `LMHead.sample` under a caller's own GEMM
+    share            what is drawn for own rows, handed to a whole attention group
     Sample           what a draw gives
     Layout           how the head's ranks share attention: who holds and who owns which rows
     DecodeGraphs     a decode step replayed from CUDA graphs, one per row bucket
@@ -16,7 +17,7 @@ from lmhead.comm import CollectiveError
 from lmhead.graphs import DecodeGraphs
 from lmhead.head import VERSION as __version__
 from lmhead.head import LMHead
-from lmhead.own_gemm import exchange, sample_exchange
+from lmhead.own_gemm import exchange, sample_exchange, share
 from lmhead.sampling import Sample
 from lmhead.shapes import Layout
 from lmhead.workspace import Workspace
@@ -31,4 +32,5 @@ __all__ = [
     "__version__",
     "exchange",
     "sample_exchange",
+    "share",
 ]

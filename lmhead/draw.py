@@ -41,7 +41,7 @@ from lmhead.sampling import (
     pack_bits,
     unpack_bits,
 )
-from lmhead.shapes import Rows
+from lmhead.shapes import Layout, Rows
 from lmhead.sharing import run_share
 from lmhead.workspace import Workspace
 
@@ -128,14 +128,14 @@ def run_sample_exchange(
 ) -> Sample:
     """The same from a caller's own partial logits [T, S], contiguous."""
     call = _call(plan, "sample_exchange", number)
+    records, mask = _own(plan, records, mask)
     if full or plan.rows.total == 0:
         logits = ops.run_exchange(comm, plan, work, partial, call=call)
         return _from_logits(plan, work, logits, records, mask)
     if comm.ranks > 1:
         with stage("gather"):
-            words = ops.run_gather(
-                comm, plan.rows, work, records.words, replace(call, dtype="int32")
-            )
+            owned = Rows(plan.rows.counts, comm.rank)  # records are brought by their rows' owners
+            words = ops.run_gather(comm, owned, work, records.words, replace(call, dtype="int32"))
         records = Records(words, records.form)
     return _draw(comm, plan, work, partial, records, mask, call)
 
@@ -523,11 +523,12 @@ def partial_plan(
     row_counts: Sequence[int] | None,
     kernels: str | None,
     route: str | None,
+    layout: Layout | None = None,
 ) -> Plan:
     """Validate a draw from the caller's own partial logits and say how it runs."""
     if partial.dtype not in shapes.FLOATS:
         raise TypeError(f"partial must be bfloat16, float16 or float32, got {partial.dtype}")
-    return ops.exchange_plan(comm, partial, vocab_size, row_counts, None, kernels, route)
+    return ops.exchange_plan(comm, partial, vocab_size, row_counts, None, kernels, route, layout)
 
 
 # From the group's name on: what the registered operators run (lmhead.sample_operators).

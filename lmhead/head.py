@@ -557,13 +557,7 @@ class LMHead(nn.Module):
         self._kernels = ops.choose_kernels(self._asked_kernels, device)
         if self._deterministic:
             ops.check_deterministic(self._kernels, self.weight.shape[1], device)
-        if not isinstance(self._layout, Layout):
-            raise TypeError(f"layout must be a Layout or None, got {type(self._layout).__name__}")
-        if self._layout.ranks != self.ranks:
-            raise ValueError(
-                f"the layout is for {self._layout.ranks} ranks ({self._layout}), the group has "
-                f"{self.ranks}"
-            )
+        ops.check_layout(self._layout, self._comm)
         self._route = self._choose(self._asked_route)
         self._sizes = ops.sizes_of(
             self.weight, self._wire_dtype, self._logits_dtype, self._deterministic
@@ -807,14 +801,9 @@ class LMHead(nn.Module):
             sharing.check_parts(parts, rows.own, self.weight.device)
         except (ValueError, TypeError) as caught:
             error = caught
-        if self._check_calls and not capturing and not self._layout.plain:
-            widths = [] if error is not None else sharing.forms(parts)
-            held = () if rows is None else rows.cells
-            fields = {"op": "share", "row_counts": list(held), "parts": widths}
-            call = Call("check", held, 0, "uint8", self._calls)
-            self._comm.agree(fields, error, call, self.weight.device)
-        if error is not None:
-            raise error
+        checking = self._check_calls and not capturing and not self._layout.plain
+        device = self.weight.device
+        sharing.agree(self._comm, rows, parts, error, device, self._calls, checking)
         assert rows is not None
         self._workspace.capturing(capturing)
         return sharing.run_share(self._comm, rows, self._workspace, parts, self._calls)
@@ -880,7 +869,9 @@ class LMHead(nn.Module):
         ranks, rank = self._comm.ranks, self._comm.rank
         rows = hidden.shape[0]
         if self._by_held:
-            rows = self._traced_rows(rows, row_counts, gathered, replicate)
+            equal = rows // self._layout.cells if gathered else rows
+            group, _, own = self._layout.traced(row_counts, equal, rank)
+            rows = group if replicate else own
         elif gathered or row_counts is not None:
             rows = shapes.traced_share(rows, row_counts, ranks, rank)
         arguments = (
@@ -916,22 +907,6 @@ class LMHead(nn.Module):
         """Whether compiled code needs the operators that know a layout."""
         return not self._layout.plain or self._policy != "auto"
 
-    def _traced_rows(
-        self,
-        given: int,
-        row_counts: Sequence[int] | None,
-        gathered: bool,
-        whole: bool,
-    ) -> int:
-        """The rows of a result in code that is being traced, whose operator checks them when it
-        runs: those that this rank owns, or all of its attention group's.
-        """
-        layout = self._layout
-        held = row_counts
-        if held is None:
-            held = [given // layout.cells if gathered else given] * layout.cells
-        return layout.traced_rows(held, self._comm.rank, whole)
-
     def _share_compiled(
         self, parts: Sequence[torch.Tensor], row_counts: Sequence[int] | None
     ) -> list[torch.Tensor]:
@@ -943,7 +918,7 @@ class LMHead(nn.Module):
                 "those of the call that drew, or share=True to it"
             )
         layout = self._layout.to_list()
-        rows = self._traced_rows(0, row_counts, False, True)
+        rows, _, _ = self._layout.traced(row_counts, 0, self._comm.rank)
         name, ranks = self._comm.name, self.ranks
         return torch.ops.lmhead.share(list(parts), rows, layout, list(row_counts), name, ranks)
 
@@ -968,9 +943,8 @@ class LMHead(nn.Module):
         rows, device = hidden.shape[0], self.weight.device
         held = None
         if self._by_held:
-            result = self._traced_rows(rows, row_counts, False, share)
-            rows = self._traced_rows(rows, row_counts, False, True)
-            held = (result, self._layout.to_list(), share, self._policy)
+            rows, _, own = self._layout.traced(row_counts, rows, self._comm.rank)
+            held = (rows if share else own, self._layout.to_list(), share, self._policy)
         form = request.form(self.vocab_size, self._sampled_columns)
         request.check(rows, self.vocab_size, device, False)
         unseeded = sampling.unseeded(rows, self._comm.rank, device)

@@ -24,7 +24,7 @@ from lmhead.kernels import gemm as _gemm_kernels
 from lmhead.kernels import reassemble as _reassemble_kernels
 from lmhead.kernels import tiles
 from lmhead.ranges import stage
-from lmhead.route import Facts, Route, choose, choose_by
+from lmhead.route import Facts, Route, choose_by
 from lmhead.shapes import Layout, Rows
 from lmhead.workspace import Workspace
 
@@ -525,8 +525,7 @@ def head_plan(
     shapes.check_vocab(vocab_size, weight.shape[0], comm.ranks)
     logits_dtype, wire_dtype = shapes.resolve_dtypes(weight.dtype, logits_dtype, wire_dtype)
     counts = listed(row_counts)
-    if layout.ranks != comm.ranks:
-        raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {comm.ranks}")
+    check_layout(layout, comm)
     if gathered is None:
         rows = layout.own_rows(hidden.shape[0], counts, comm.rank)
     else:
@@ -595,12 +594,15 @@ def exchange_plan(
     logits_dtype: torch.dtype | None,
     kernels: str | None,
     route: str | None,
+    layout: Layout | None = None,
 ) -> Plan:
     """Validate an exchange of the caller's own partial logits and say how it runs."""
+    layout = Layout.data_parallel(comm.ranks) if layout is None else layout
+    check_layout(layout, comm)
     shapes.check_partial(partial)
     shard = partial.shape[1]
     shapes.check_vocab(vocab_size, shard, comm.ranks)
-    rows = shapes.gathered_rows(partial.shape[0], row_counts, comm.ranks, comm.rank, "partial")
+    rows = layout.gathered_rows(partial.shape[0], row_counts, comm.rank, "partial")
     logits_dtype = partial.dtype if logits_dtype is None else logits_dtype
     if partial.dtype in shapes.FLOATS:
         shapes.resolve_dtypes(partial.dtype, logits_dtype, partial.dtype)
@@ -620,9 +622,19 @@ def exchange_plan(
         logits_dtype,
         partial.dtype,
         chosen,
-        choose(comm.ranks, comm.backend, asked_route(route)),
+        choose_by(Facts(comm.ranks, comm.backend, asked_route(route), layout, rows.cells)),
         configs=configs,
     )
+
+
+def check_layout(layout: Layout, comm: Comm) -> None:
+    """TypeError or ValueError for what is no layout, or one of another number of ranks."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Layout or None, got {type(layout).__name__}")
+    if layout.ranks != comm.ranks:
+        raise ValueError(
+            f"the layout is for {layout.ranks} ranks ({layout}), the group has {comm.ranks}"
+        )
 
 
 def op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:

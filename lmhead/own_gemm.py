@@ -1,4 +1,4 @@
-"""`exchange` and `sample_exchange`: the head's last step under a caller's own GEMM."""
+"""`exchange`, `sample_exchange` and `share`: the head's last steps under a caller's own GEMM."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from lmhead import (
     sample_operators,
     sampling,
     shapes,
+    sharing,
 )
 from lmhead.comm import Call, Comm, identify
 from lmhead.order import untraced
 from lmhead.sampling import Form, Request, Sample
+from lmhead.shapes import Layout
 from lmhead.workspace import Workspace
 
 _calls = itertools.count(1)
@@ -37,6 +39,7 @@ def exchange(
     workspace: Workspace | None = None,
     route: str | None = None,
     kernels: str | None = None,
+    layout: Layout | None = None,
 ) -> torch.Tensor:
     """partial [T, S], this rank's columns of all gathered rows -> logits [B, V], all columns of its
     own rows.
@@ -46,6 +49,10 @@ def exchange(
     may arrive as `logits_dtype` float32. fp8 and integers are moved untouched.  A strided partial
     is copied first.  `out` as in `LMHead.forward`.
 
+    In a `layout` rows stand in the order of the ranks that hold them, `row_counts` has a count per
+    set of these, and the result is of the rows that this rank owns, as in `LMHead.forward`; `share`
+    is its counterpart for `LMHead.share`.
+
     A `workspace` (`lmhead.Workspace()`) keeps the buffers between calls; without one they are
     fresh.  Compiled code has a pool of its own and leaves the workspace alone.  Only LMHEAD_CHECK=1
     compares the ranks' arguments: there is no constructor that could have done so.
@@ -54,10 +61,19 @@ def exchange(
     """
     if torch.compiler.is_compiling():
         return _exchange_compiled(
-            partial, vocab_size, group, row_counts, logits_dtype, out, route, kernels
+            partial, vocab_size, group, row_counts, logits_dtype, out, route, kernels, layout
         )
     return _exchange(
-        partial, vocab_size, group, row_counts, logits_dtype, out, workspace, route, kernels
+        partial,
+        vocab_size,
+        group,
+        row_counts,
+        logits_dtype,
+        out,
+        workspace,
+        route,
+        kernels,
+        layout,
     )
 
 
@@ -71,6 +87,7 @@ def _exchange(
     workspace: Workspace | None,
     route: str | None,
     kernels: str | None,
+    layout: Layout | None,
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return untraced(
@@ -84,6 +101,7 @@ def _exchange(
             workspace,
             route,
             kernels,
+            layout,
         )
     if not isinstance(partial, torch.Tensor):
         raise TypeError(f"partial must be a tensor, got {type(partial).__name__}")
@@ -92,7 +110,7 @@ def _exchange(
     plan, error = None, None
     try:
         plan = ops.exchange_plan(
-            comm, partial, vocab_size, row_counts, logits_dtype, kernels, route
+            comm, partial, vocab_size, row_counts, logits_dtype, kernels, route, layout
         )
         shapes.check_out(out, plan.rows.own, vocab_size, plan.logits_dtype, partial.device)
         shapes.check_no_overlap(out, partial=partial)
@@ -126,10 +144,12 @@ def _exchange_compiled(
     out: torch.Tensor | None,
     route: str | None,
     kernels: str | None,
+    layout: Layout | None,
 ) -> torch.Tensor:
     """`exchange` in compiled code: one opaque operator, which validates when it runs."""
     shapes.check_no_grad(partial=partial)
     name, ranks, rank = identify(group)
+    row_counts = _owned(layout, partial.shape[0], row_counts)
     rows = shapes.traced_share(partial.shape[0], row_counts, ranks, rank)
     arguments = (
         partial,
@@ -148,6 +168,73 @@ def _exchange_compiled(
     return out
 
 
+def _owned(
+    layout: Layout | None, total: int, row_counts: Sequence[int] | None
+) -> Sequence[int] | None:
+    """What a layout's row counts are to an operator that knows none: one per rank, of those that it
+    owns; in code that is being traced.
+    """
+    if layout is None or layout.plain:
+        return row_counts
+    return layout.owners(
+        [total // layout.cells] * layout.cells if row_counts is None else row_counts
+    )
+
+
+def share(
+    drawn: torch.Tensor | Sample,
+    *,
+    layout: Layout,
+    row_counts: Sequence[int],
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor | Sample:
+    """What was drawn for the rows that this rank owns, ids [B] (or any tensor [B, ...]) or a
+    `Sample` -> the same of all G rows of its attention group, on each of the group's ranks.
+
+    `LMHead.share` for `exchange` and `sample_exchange`, whose `layout` and `row_counts` (or, where
+    these got none, as many equal counts) it takes.  Raises as `LMHead.share` does.
+    """
+    parts = drawn.tensors() if isinstance(drawn, Sample) else [drawn]
+    if torch.compiler.is_compiling():
+        name, ranks, rank = identify(group)
+        whole, _, _ = layout.traced(row_counts, 0, rank)
+        sizes = (layout.to_list(), list(row_counts), name, ranks)
+        found = parts if layout.plain else torch.ops.lmhead.share(parts, whole, *sizes)
+    else:
+        found = _share(parts, layout, row_counts, group, workspace)
+    return drawn.with_tensors(found) if isinstance(drawn, Sample) else found[0]
+
+
+def _share(
+    parts: Sequence[torch.Tensor],
+    layout: Layout,
+    row_counts: Sequence[int],
+    group: dist.ProcessGroup | DeviceMesh | None,
+    workspace: Workspace | None,
+) -> list[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return untraced(_share, parts, layout, row_counts, group, workspace)
+    first = parts[0]
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"what is shared must be a tensor, got {type(first).__name__}")
+    comm, number = Comm(group, first.device), next(_calls)
+    rows, error = None, None
+    try:
+        ops.check_layout(layout, comm)
+        rows = layout.rows(row_counts, comm.rank)
+        sharing.check_parts(parts, rows.own, first.device)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    checking = ops.checking() and not ops.is_capturing(first.device)
+    sharing.agree(comm, rows, parts, error, first.device, number, checking)
+    assert rows is not None
+    work = Workspace() if workspace is None else workspace
+    if workspace is not None:
+        work.capturing(ops.is_capturing(first.device))
+    return sharing.run_share(comm, rows, work, parts, number)
+
+
 def sample_exchange(
     partial: torch.Tensor,
     *,
@@ -157,6 +244,7 @@ def sample_exchange(
     workspace: Workspace | None = None,
     route: str | None = None,
     kernels: str | None = None,
+    layout: Layout | None = None,
     **parameters: Any,
 ) -> Sample:
     """partial [T, S], this rank's columns of all gathered rows -> what its own B rows draw.
@@ -165,14 +253,18 @@ def sample_exchange(
     parameters, [B] tensors and all, as here.  `partial` is bf16, fp16 or fp32.  The result is a
     `Sample`, which says the route; `route` "all_to_all" or "all_gather" draws from full logits.
 
+    In a `layout` parameters are of all G rows of the rank's attention group, and the result is of
+    those that it owns.
+
     Raises as `LMHead.sample` does.
     """
+    request = Request(**parameters)
     if torch.compiler.is_compiling():
         return _sample_compiled(
-            partial, vocab_size, group, row_counts, route, kernels, Request(**parameters)
+            partial, vocab_size, group, row_counts, route, kernels, layout, request
         )
     return _sample_exchange(
-        partial, vocab_size, group, row_counts, workspace, route, kernels, Request(**parameters)
+        partial, vocab_size, group, row_counts, workspace, route, kernels, layout, request
     )
 
 
@@ -184,6 +276,7 @@ def _sample_exchange(
     workspace: Workspace | None,
     route: str | None,
     kernels: str | None,
+    layout: Layout | None,
     request: Request,
 ) -> Sample:
     if torch.compiler.is_compiling():
@@ -196,6 +289,7 @@ def _sample_exchange(
             workspace,
             route,
             kernels,
+            layout,
             request,
         )
     if not isinstance(partial, torch.Tensor):
@@ -205,10 +299,10 @@ def _sample_exchange(
     capturing = ops.is_capturing(device)
     plan, error, form = None, None, Form()
     try:
-        plan = draw.partial_plan(comm, partial, vocab_size, row_counts, kernels, route)
+        plan = draw.partial_plan(comm, partial, vocab_size, row_counts, kernels, route, layout)
         form = request.form(vocab_size, min(plan.shard, vocab_size))
         look = not capturing and (device.type == "cpu" or ops.checking())
-        request.check(plan.rows.own, vocab_size, device, look)
+        request.check(plan.rows.group_total, vocab_size, device, look)
     except (ValueError, TypeError) as caught:
         error = caught
     said = {"form": form.to_list(), "sample route": route}
@@ -223,7 +317,7 @@ def _sample_exchange(
     if not partial.is_contiguous():
         kept = work.take("contiguous partial", partial.numel(), partial.dtype, device)
         partial = kept.view(partial.shape).copy_(partial)
-    rows = plan.rows.own
+    rows = plan.rows.group_total
     unseeded = sampling.unseeded(rows, comm.rank, device)
     records = request.records(rows, form, vocab_size, device, unseeded)
     return draw.run_sample_exchange(
@@ -238,19 +332,27 @@ def _sample_compiled(
     row_counts: Sequence[int] | None,
     route: str | None,
     kernels: str | None,
+    layout: Layout | None,
     request: Request,
 ) -> Sample:
     """`sample_exchange` in compiled code: one opaque operator, which validates when it runs."""
     shapes.check_no_grad(partial=partial)
     name, ranks, rank = identify(group)
-    rows, device = shapes.traced_share(partial.shape[0], row_counts, ranks, rank), partial.device
+    total, device, owned = partial.shape[0], partial.device, slice(None)
+    if layout is None or layout.plain:
+        rows = shapes.traced_share(total, row_counts, ranks, rank)
+    else:
+        rows, begin, own = layout.traced(row_counts, total // layout.cells, rank)
+        owned = slice(begin, begin + own)
+        row_counts = _owned(layout, total, row_counts)
     form = request.form(vocab_size, min(partial.shape[1], vocab_size))
     request.check(rows, vocab_size, device, False)
     unseeded = sampling.unseeded(rows, rank, device)
+    records = request.records(rows, form, vocab_size, device, unseeded)
     return sample_operators.sample_exchange(
         partial,
-        request.records(rows, form, vocab_size, device, unseeded),
-        request.mask,
+        records.rows(owned),
+        None if request.mask is None else request.mask[owned],
         vocab_size,
         name,
         ranks,

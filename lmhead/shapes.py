@@ -306,15 +306,20 @@ class Layout:
         _check_total(rows, total, row_counts, what)
         return rows
 
-    def traced_rows(self, row_counts: Sequence[int], rank: int, whole: bool) -> int:
-        """The rows that this rank owns, or the `whole` of its attention group's, in code that is
-        being traced and checks nothing.
+    def traced(
+        self, row_counts: Sequence[int] | None, equal: int, rank: int
+    ) -> tuple[int, int, int]:
+        """G, where the rows that this rank owns begin among them, and how many these are, in code
+        that is being traced and checks nothing.  Without counts each set holds `equal` rows.
         """
         group, place = divmod(rank, self.span)
         width = self.attn_cp_size
-        held = row_counts[group * width : (group + 1) * width]
-        total = held[0] * width if all(count is held[0] for count in held) else sum(held)
-        return total if whole else share_evenly(total, self.span)[place]
+        if row_counts is None:
+            total = equal * width
+        else:
+            total = sum(row_counts[group * width : (group + 1) * width])
+        owned = share_evenly(total, self.span)
+        return total, sum(owned[:place]), owned[place]
 
 
 def rows_from_counts(row_counts: Sequence[int], ranks: int, rank: int) -> Rows:

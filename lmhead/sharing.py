@@ -63,9 +63,25 @@ def check_parts(parts: Sequence[torch.Tensor], own: int, device: torch.device) -
             raise ValueError(f"what is shared is on {part.device} but the head on {device}")
 
 
-def forms(parts: Sequence[torch.Tensor]) -> list[str]:
-    """What of `parts` must be equal on all ranks."""
-    return [f"{part.dtype} {list(part.shape[1:])}" for part in parts]
+def agree(
+    comm: Comm,
+    rows: Rows | None,
+    parts: Sequence[torch.Tensor],
+    error: Exception | None,
+    device: torch.device,
+    number: int,
+    checking: bool,
+) -> None:
+    """Raise `error`, what this rank found wrong; if `checking`, all ranks share the same form of
+    the same rows, or all raise.
+    """
+    if checking:
+        held = () if rows is None else rows.cells
+        forms = [] if error else [f"{part.dtype} {list(part.shape[1:])}" for part in parts]
+        fields = {"op": "share", "row_counts": list(held), "parts": forms}
+        comm.agree(fields, error, Call("check", held, 0, "uint8", number), device)
+    if error is not None:
+        raise error
 
 
 def _by_gather(

@@ -54,7 +54,7 @@ ALLOWED = {
     },
     "own_gemm": {
         *("comm", "draw", "operators", "ops", "order", "sample_operators", "sampling"),
-        *("shapes", "workspace"),
+        *("shapes", "sharing", "workspace"),
     },
     "graphs": {"comm", "head"},
     "demo": {

@@ -324,6 +324,57 @@ def test_without_an_all_to_all_gathers_do_the_same(sizes: tuple[int, int, int]) 
     assert pool(4).run(_by_gathers, sizes) == [[]] * 4
 
 
+# Under a caller's own GEMM.
+
+
+@torch.no_grad()
+def _own_gemm(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
+    """`exchange`, `sample_exchange` and `share`, eager and compiled, against the head's own."""
+    layout, wrong = Layout.of(*sizes), []
+    head = _head(rank, ranks, VOCAB - 1, layout=layout)
+    work = lmhead.Workspace()
+    for held in ([4] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+        counts = None if len(set(held)) == 1 and held[0] == 4 else held
+        everyone = whole(sum(held), WIDTH, seed=sum(held))
+        partial = (everyone @ head.weight.t()) * 0.5
+        hidden, options = _hidden(sizes, rank, held), {"vocab_size": VOCAB - 1, "layout": layout}
+        given = mixed(layout.rows(held, rank).group_total, VOCAB - 1, 5)
+        given["mask"] = torch.ones(given["seeds"].shape[0], VOCAB - 1, dtype=torch.bool)
+        given["mask"][:, :2] = False
+        drawn = head.sample(hidden, row_counts=counts, logprobs=1, **given)
+        want = [head(hidden, counts), *drawn.tensors(), *head.share(drawn).tensors()]
+
+        def step(
+            partial: torch.Tensor,
+            counts: Any = counts,
+            held: Any = held,
+            given: Any = given,
+            options: Any = options,
+        ) -> list[torch.Tensor]:
+            eager = not torch.compiler.is_compiling()
+            kept = {"workspace": work} if eager else {}
+            logits = lmhead.exchange(partial * 1.0, row_counts=counts, **options, **kept)
+            found = lmhead.sample_exchange(
+                partial * 1.0, row_counts=counts, logprobs=1, **options, **given, **kept
+            )
+            shared = lmhead.share(found, layout=layout, row_counts=held, **kept)
+            return [logits, *found.tensors(), *shared.tensors()]
+
+        torch._dynamo.reset()
+        for name, call in (
+            ("eager", step),
+            ("compiled", torch.compile(step, fullgraph=True, backend="aot_eager")),
+        ):
+            pairs = zip(call(partial), want, strict=True)
+            wrong += [f"{name}, {held}: {a}, not {b}" for a, b in pairs if not torch.equal(a, b)]
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_own_gemms_have_layouts_too(sizes: tuple[int, int, int]) -> None:
+    assert pool(4).run(_own_gemm, sizes) == [[]] * 4
+
+
 # The rules, and who disagrees.
 
 

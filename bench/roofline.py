@@ -8,12 +8,14 @@ bytes, in one direction each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from lmhead import tables
 from lmhead.devices import DEVICES, Device
 from lmhead.kernels.config import GemmShape
-from lmhead.shapes import shard_rows
+from lmhead.shapes import Layout, Rows, moved_bytes, shard_rows
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,71 @@ class Step:
 
 
 def stages(device: Device | Limits, step: Step) -> list[Stage]:
-    """The stages of the all-to-all route in order; what one rank alone does not need is left
-    out.
+    """The stages of the all-to-all route in order, every rank having `step.rows` rows of its own;
+    what one rank alone does not need is left out.
+    """
+    return owned_stages(device, step, Rows((step.rows,) * step.ranks, 0))
+
+
+def owned_stages(
+    device: Device | Limits, step: Step, rows: Rows, *, route: str = "all_to_all"
+) -> list[Stage]:
+    """One rank's stages where ranks hold and own rows as `rows` says; `step` gives V, H, N and the
+    item sizes, its row count does not enter.  `route` is "all_to_all" or "all_gather".
+
+    Hidden rows that the rank holds already are not gathered, and rows that it does not own do not
+    come back to it.
     """
     limits = device if isinstance(device, Limits) else limits_of(device)
-    others = step.ranks - 1
-    block = step.rows * step.shard * step.wire_itemsize
-    gathered = step.total * step.hidden * step.itemsize
-    partial = step.total * step.shard * step.wire_itemsize
+    assert route in ("all_to_all", "all_gather") and rows.ranks == step.ranks
+    total, own = rows.total, rows.own
+    row, shard = step.hidden * step.itemsize, step.shard * step.wire_itemsize
     weights = step.shard * step.hidden * step.itemsize
     found = [
         _stage(
             limits,
             "gemm",
-            memory=weights + gathered + partial,
-            flops=2 * step.total * step.shard * step.hidden,
+            memory=weights + total * (row + shard),
+            flops=2 * total * step.shard * step.hidden,
         )
     ]
     if step.ranks == 1:
         return found
-    own = step.rows * step.hidden * step.itemsize
-    found.insert(0, _stage(limits, "hidden gather", memory=own + gathered, wire=others * own))
-    found.append(_stage(limits, "exchange", memory=2 * step.ranks * block, wire=others * block))
-    if step.rows > 1 or not step.in_place:
-        logits = step.rows * step.vocab * step.logits_itemsize
-        found.append(_stage(limits, "reassembly", memory=step.ranks * block + logits))
+    brought = total - rows.brought
+    if brought:
+        memory = (rows.brought + total) * row
+        found.insert(0, _stage(limits, "hidden gather", memory=memory, wire=brought * row))
+    wire = moved_bytes(route, rows, step.shard, step.wire_itemsize)
+    if route == "all_gather":
+        memory = (1 + rows.ranks) * total * shard
+        return [*found, _stage(limits, "exchange", memory=memory, wire=wire)]
+    blocks = rows.ranks * own * shard
+    found.append(_stage(limits, "exchange", memory=total * shard + blocks, wire=wire))
+    if own > 1 or (own and not step.in_place):
+        logits = own * step.vocab * step.logits_itemsize
+        found.append(_stage(limits, "reassembly", memory=blocks + logits))
     return found
+
+
+def slowest(ranks: Iterable[Sequence[Stage]]) -> list[Stage]:
+    """Of several ranks' stages the one with the highest floor by name, in order: what all wait
+    for.
+    """
+    found: dict[str, Stage] = {}
+    order = ("hidden gather", "gemm", "exchange", "reassembly")
+    for stage in chain.from_iterable(ranks):
+        known = found.get(stage.name)
+        if known is None or stage.floor_us > known.floor_us:
+            found[stage.name] = stage
+    return [found[name] for name in order if name in found]
+
+
+def group_head_rows(layout: Layout, row_counts: Sequence[int], rank: int) -> Rows:
+    """This rank's rows of a head that the `layout.attn_tp_size` ranks with the same rows share
+    alone; `row_counts` has a count per set of such ranks.
+    """
+    few = layout.attn_tp_size
+    return Layout.tensor_parallel(few).rows([row_counts[rank // few]], rank % few)
 
 
 def dp_head(device: Device | Limits, step: Step) -> Stage:
@@ -152,6 +193,28 @@ def break_even(device: Device | Limits, step: Step, *, overlapped: bool = False)
     def pays(rows: int) -> bool:
         at = replace(step, rows=rows)
         return sharded(at) < dp_head(device, at).floor_us
+
+    return next((rows for rows in range(1, MOST_ROWS + 1) if not pays(rows)), None)
+
+
+def layout_break_even(device: Device | Limits, step: Step, layout: Layout) -> int | None:
+    """The least rows per set of ranks with the same ones at which the floor of a head over all
+    ranks is no longer under that of a head per such set, in series; None where that takes more than
+    `MOST_ROWS`, or where one set is all ranks.
+    """
+    few = layout.attn_tp_size
+    if few == layout.ranks:
+        return None
+    whole, small = replace(step, ranks=layout.ranks), replace(step, ranks=few)
+
+    def floor(at: Step, rows: Rows) -> float:
+        return sum(stage.floor_us for stage in owned_stages(device, at, rows))
+
+    def pays(rows: int) -> bool:
+        # Rank 0 owns as many rows as any, so no rank's floor is above its own.
+        counts = [rows] * layout.cells
+        alone = floor(small, group_head_rows(layout, counts, 0))
+        return floor(whole, layout.rows(counts, 0)) < alone
 
     return next((rows for rows in range(1, MOST_ROWS + 1) if not pays(rows)), None)
 

@@ -204,7 +204,7 @@ def test_rows_against_the_devices_ratio() -> None:
         (65, 8, 4),
         (128, 8, 2),
         (129, 8, 1),
-        (0, 4, 4),
+        (9, 4, 4),
     ],
 )
 def test_tensorrt_llms_rule_of_256_tokens(rows: int, ranks: int, expected: int) -> None:

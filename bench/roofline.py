@@ -101,6 +101,8 @@ def owned_stages(
     limits = device if isinstance(device, Limits) else limits_of(device)
     assert route in ("all_to_all", "all_gather") and rows.ranks == step.ranks
     total, own = rows.total, rows.own
+    if not total:
+        return []
     row, shard = step.hidden * step.itemsize, step.shard * step.wire_itemsize
     weights = step.shard * step.hidden * step.itemsize
     found = [

@@ -1,4 +1,4 @@
-"""The command line: `lmhead demo`, `lmhead bench`, `lmhead tune`, `lmhead inspect`.
+"""The command line: `lmhead demo`, `bench`, `tune`, `inspect` and `explain`.
 
 Exit status: 0 for success, 1 where what was shown does not hold or ranks failed, 2 for bad
 arguments.  Results go to standard output, progress bars and errors to standard error.
@@ -19,7 +19,7 @@ import torch
 
 from lmhead import demo, sampling, tables, tune
 from lmhead.bench import command as bench_command
-from lmhead.bench import inspection
+from lmhead.bench import explain_command, inspection
 from lmhead.bench.cases import MODELS, RANKS, Model
 from lmhead.bench.roofline import Step
 from lmhead.comm import CollectiveError
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_tune(commands)
     _add_inspect(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -240,6 +241,20 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_inspect)
 
 
+def _add_explain(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "explain",
+        help="which way a parallel configuration's logits take, why, and what that moves",
+        description=(
+            "Decide the way of a head's logits from an engine's flags, and print each condition, "
+            "who owns which rows, bytes per rank by route, and the least time of every stage. "
+            "Needs no GPU. Exit status 1 for an impossible combination, with the nearest possible."
+        ),
+    )
+    explain_command.add(command, _positive)
+    command.set_defaults(run=_explain)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args(argv)
@@ -354,6 +369,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(found.lines()))
     return 1 if any(kernel.problems for kernel in found.kernels) else 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    model = _custom(arguments) or MODELS[arguments.model or "deepseek-v4-pro"]
+    return explain_command.run(arguments, model)
 
 
 def _custom(arguments: argparse.Namespace) -> Model | None:

@@ -77,7 +77,7 @@ def picture(layout: Layout, ranks: Sequence[Rows]) -> Iterator[str]:
     scale = "a row" if columns == total else f"{total / columns:.4g} rows"
     yield f"who owns which of {total} gathered rows ({layout})"
     if total:
-        yield f"  # holds and owns, + owns, - holds; a character is {scale}, drawn for its first"
+        yield f"  # holds and owns, + owns, - holds; a character is {scale}, marked by any"
     shown = list(range(len(ranks)))
     if len(shown) > PICTURED:
         shown = shown[: PICTURED // 2] + shown[-2:]
@@ -97,14 +97,17 @@ def picture(layout: Layout, ranks: Sequence[Rows]) -> Iterator[str]:
 
 
 def _bar(rows: Rows, columns: int) -> str:
-    """A character per column, for the row at its beginning."""
-    drawn = ""
-    for column in range(columns):
-        at = column * rows.total // columns
-        owned = 0 <= at - rows.start < rows.own
-        held = 0 <= at - rows.brought_start < rows.brought
-        drawn += "#" if owned and held else "+" if owned else "-" if held else " "
-    return drawn
+    """A character per column, marked where one of the column's rows is owned or held."""
+
+    def marked(first: int, count: int) -> range:
+        if not count:
+            return range(0)
+        return range(first * columns // rows.total, (first + count - 1) * columns // rows.total + 1)
+
+    owned = marked(rows.start, rows.own)
+    held = marked(rows.brought_start, rows.brought)
+    marks = {(True, True): "#", (True, False): "+", (False, True): "-", (False, False): " "}
+    return "".join(marks[column in owned, column in held] for column in range(columns))
 
 
 def _range(first: int, count: int) -> str:

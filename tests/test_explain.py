@@ -20,7 +20,7 @@ import pytest
 from lmhead import cli
 from lmhead.bench.cases import MODELS
 from lmhead.bench.explanation import Explanation, explain, impossible
-from lmhead.bench.ownership import BESIDE, ROUTES
+from lmhead.bench.ownership import BESIDE, ROUTES, picture
 from lmhead.bench.roofline import (
     Step,
     all_gather_exchange,
@@ -284,3 +284,15 @@ def test_what_cannot_be_is_refused() -> None:
 def test_every_model_explains(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(f"--tp-size 8 --dp-size 4 --model {model}", capsys)
     assert status == 0 and f"V = {MODELS[model].vocab}, H = {MODELS[model].hidden}" in out
+
+
+def test_no_owner_is_lost_in_the_picture() -> None:
+    """However few of the rows are a rank's, and however many there are."""
+    counts = [4000, 1, 0, 3]
+    found = explained(MIXED, row_counts=counts)
+    lines = [line for line in picture(found.layout, found.ranks) if "|" in line]
+    assert len(lines) == 8
+    for line, rows in zip(lines, found.ranks, strict=True):
+        bar = line.split("|")[1]
+        assert len(bar) == 32 and ("#" in bar) == (rows.own > 0)
+        assert (bar.strip() != "") == (rows.brought > 0)

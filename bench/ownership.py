@@ -74,10 +74,10 @@ def picture(layout: Layout, ranks: Sequence[Rows]) -> Iterator[str]:
     """
     total = ranks[0].total
     columns = min(total, COLUMNS)
-    scale = "a row" if columns == total else f"{total / columns:.4g} rows"
+    scale = "a row" if columns == total else f"{total / columns:.4g} rows, marked by any"
     yield f"who owns which of {total} gathered rows ({layout})"
     if total:
-        yield f"  # holds and owns, + owns, - holds; a character is {scale}, marked by any"
+        yield f"  # holds and owns, + owns, - holds; a character is {scale}"
     shown = list(range(len(ranks)))
     if len(shown) > PICTURED:
         shown = shown[: PICTURED // 2] + shown[-2:]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from lmhead.bench.cases import MODELS, Model
 from lmhead.bench.explanation import explain, impossible
 from lmhead.devices import DEVICES
-from lmhead.route import MODES, POLICIES, ParallelConfig
+from lmhead.policy import MODES, ParallelConfig
+from lmhead.route import POLICIES
 
 ROWS = 36
 

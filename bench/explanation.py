@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmhead import route
+from lmhead import policy as policies
 from lmhead.bench.ownership import BESIDE, ROUTES, moved, picture
 from lmhead.bench.roofline import (
     Stage,
@@ -23,7 +23,8 @@ from lmhead.bench.roofline import (
     slowest,
 )
 from lmhead.devices import Device
-from lmhead.route import Decision, ParallelConfig
+from lmhead.policy import Decision, ParallelConfig
+from lmhead.route import POLICIES
 from lmhead.shapes import Layout, Rows, shard_rows
 
 WIDTH = 100
@@ -70,10 +71,10 @@ class Impossible:
 
 def impossible(config: ParallelConfig, policy: str = "auto") -> Impossible | None:
     """Whether nothing can be explained: the policy refuses, or the sizes do not divide."""
-    found = route.nearest(config, policy)
+    found = policies.nearest(config, policy)
     if found == config:
         return None
-    reason = route.refusal(config, policy) or route.refusal(config, "auto")
+    reason = policies.refusal(config, policy) or policies.refusal(config, "auto")
     assert reason is not None
     return Impossible(config, policy, reason, found)
 
@@ -217,7 +218,7 @@ def explain(
     counts = every[0].cells
 
     def decided(name: str) -> Decision:
-        return route.decide(
+        return policies.decide(
             config,
             name,
             rows=max(counts),
@@ -255,7 +256,7 @@ def explain(
         config,
         device,
         decision,
-        route.refusal(config, other) or decided(other),
+        policies.refusal(config, other) or decided(other),
         step,
         layout,
         counts,
@@ -298,7 +299,7 @@ def _sum(stages: Sequence[Stage]) -> float:
 
 
 def _other(policy: str) -> str:
-    (name,) = set(route.POLICIES) - {policy}
+    (name,) = set(POLICIES) - {policy}
     return name
 
 

@@ -5,6 +5,8 @@
     sample_exchange  the draw of `LMHead.sample` under a caller's own GEMM
     share            what is drawn for own rows, handed to a whole attention group
     Sample           what a draw gives
+    ParallelConfig   a deployment's sizes and switches, as engines name them
+    decide           which way such a deployment's logits should take, and why
     Layout           how the head's ranks share attention: who holds and who owns which rows
     DecodeGraphs     a decode step replayed from CUDA graphs, one per row bucket
     Workspace        kept buffers for `exchange`
@@ -18,6 +20,7 @@ from lmhead.graphs import DecodeGraphs
 from lmhead.head import VERSION as __version__
 from lmhead.head import LMHead
 from lmhead.own_gemm import exchange, sample_exchange, share
+from lmhead.policy import ParallelConfig, decide
 from lmhead.sampling import Sample
 from lmhead.shapes import Layout
 from lmhead.workspace import Workspace
@@ -27,9 +30,11 @@ __all__ = [
     "DecodeGraphs",
     "LMHead",
     "Layout",
+    "ParallelConfig",
     "Sample",
     "Workspace",
     "__version__",
+    "decide",
     "exchange",
     "sample_exchange",
     "share",

@@ -31,7 +31,7 @@ from lmhead.bench.roofline import (
     owned_stages,
 )
 from lmhead.devices import DEVICES
-from lmhead.route import ParallelConfig
+from lmhead.policy import ParallelConfig
 from lmhead.shapes import Layout
 
 GOLDEN = Path(__file__).resolve().parent / "golden"

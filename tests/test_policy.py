@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from lmhead import route
+from lmhead import policy as policies
 from lmhead.bench.roofline import MOST_ROWS
 from lmhead.devices import DEVICES
-from lmhead.route import Decision, ParallelConfig, decide, nearest, refusal
+from lmhead.policy import Decision, ParallelConfig, decide, nearest, refusal
+from lmhead.route import POLICIES
 from lmhead.shapes import Layout
 
 PURE = ParallelConfig(8, 8, enable_dp_attention=True)
@@ -208,9 +209,9 @@ def test_rows_against_the_devices_ratio() -> None:
     ],
 )
 def test_tensorrt_llms_rule_of_256_tokens(rows: int, ranks: int, expected: int) -> None:
-    assert route.tensorrt_llm_ranks(rows, ranks) == expected
+    assert policies.tensorrt_llm_ranks(rows, ranks) == expected
     (found,) = (at for at in decide(PURE, rows=rows).conditions if at.name == "tensorrt_llm")
-    assert found.holds == (route.tensorrt_llm_ranks(rows, 8) > 1) and not found.decides
+    assert found.holds == (policies.tensorrt_llm_ranks(rows, 8) > 1) and not found.decides
 
 
 def test_nearest_changes_the_fewest_fields() -> None:
@@ -239,7 +240,7 @@ def test_nearest_is_always_possible_and_keeps_the_ranks() -> None:
         (1, 4, 6), (1, 4, 5), (1, 2, 3), (None, 2), (None, True), (False, True)
     ):
         config = ParallelConfig(tp, dp, cp, few, True, head, flag)
-        for policy in route.POLICIES:
+        for policy in POLICIES:
             found = nearest(config, policy)
             assert refusal(found, policy) is None and found.layout().ranks == tp
             if refusal(config, "auto") is None and refusal(config, policy) is None:
@@ -250,7 +251,7 @@ def test_decisions_are_data_and_the_same_each_time() -> None:
     """No rank, device or environment enters, so all ranks decide alike (contract, point 5)."""
     names = ["config", "policy", "rows", "flops_per_byte", "may_replicate"]
     assert list(inspect.signature(decide).parameters) == names
-    for policy in route.POLICIES:
+    for policy in POLICIES:
         decision = decide(MIXED, policy, rows=36, flops_per_byte=B200)
         assert decision == decide(MIXED, policy, rows=36, flops_per_byte=B200)
         found = json.loads(json.dumps(decision.to_dict()))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lmhead.bench.roofline import Step
 from lmhead.sampling import Request
-from lmhead.shapes import Layout, Rows, moved_bytes, shard_rows
+from lmhead.shapes import Layout, Rows, gathered_bytes, moved_bytes, shard_rows
 
 TOP_K = 20
 ID_BYTES = 8  # sampled ids are int64
@@ -23,7 +23,7 @@ ROUTES = {
     "local": "nothing: the vocabulary is whole on every rank",
 }
 BESIDE = {
-    "hidden": "hidden rows that a rank lacks; dp_head and local need none",
+    "hidden": "hidden rows, to ranks without them; not for dp_head and local",
     "share": "sampled ids, to the other ranks of the group (share)",
 }
 
@@ -34,9 +34,8 @@ def moved(
     """Bytes that each rank moves in a step, by the names of `ROUTES` and `BESIDE`, in its busier
     direction.  `small` are its rows of a head that fewer ranks share, whose logits go by `inside`.
 
-    candidates: sent (T - B) messages, received (N - 1) * B.  replicate: sent span * T - G rows of
-    S, received (N - 1) * G.  hidden: received (T - held) * H.  share: sent (span - 1) * B ids,
-    received G - B.
+    Logits and hidden rows by `lmhead.shapes`.  candidates: sent (T - B) messages, received
+    (N - 1) * B.  share: sent (span - 1) * B ids, received G - B.
     """
     shard, size = step.shard, step.wire_itemsize
     form = Request(top_k=min(TOP_K, step.vocab - 1) or None).form(step.vocab, shard)
@@ -44,26 +43,19 @@ def moved(
     def by(count: Callable[[Rows], int]) -> tuple[int, ...]:
         return tuple(count(rows) for rows in every)
 
-    def busier(rows: Rows) -> int:
-        return max(rows.total - rows.own, (rows.ranks - 1) * rows.own)
-
-    def replicated(rows: Rows) -> int:
-        sent = rows.span * rows.total - rows.group_total
-        return max(sent, (rows.ranks - 1) * rows.group_total) * shard * size
-
     def shared(rows: Rows) -> int:
         return max((rows.span - 1) * rows.own, rows.group_total - rows.own) * ID_BYTES
 
     return {
         "all_to_all": by(lambda rows: moved_bytes("all_to_all", rows, shard, size)),
         "all_gather": by(lambda rows: moved_bytes("all_gather", rows, shard, size)),
-        "candidates": by(lambda rows: busier(rows) * 4 * form.message_words),
+        "candidates": by(lambda rows: moved_bytes("all_to_all", rows, form.message_words, 4)),
         "dp_head": tuple(
             moved_bytes(inside, rows, shard_rows(step.vocab, rows.ranks), size) for rows in small
         ),
-        "replicate": by(replicated),
+        "replicate": by(lambda rows: moved_bytes("all_to_all", rows, shard, size, replicate=True)),
         "local": by(lambda rows: 0),
-        "hidden": by(lambda rows: (rows.total - rows.brought) * step.hidden * step.itemsize),
+        "hidden": by(lambda rows: gathered_bytes(rows, step.hidden, step.itemsize)),
         "share": by(shared),
     }
 

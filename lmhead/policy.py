@@ -150,6 +150,18 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def head_options(self) -> dict[str, Any]:
+        """What `lmhead.LMHead` takes beside its weight to run as decided, in a group of the
+        `head_ranks` ranks that share a copy of the vocabulary.  ValueError without a layout.
+        """
+        if self.layout is None:
+            raise ValueError("the sizes do not divide, so there is no layout to run")
+        layout = self.layout
+        if self.head_ranks != layout.ranks:
+            layout = Layout.tensor_parallel(self.head_ranks)
+        route = "all_gather" if self.route == "all_gather" else None
+        return {"layout": layout, "route": route, "policy": self.policy}
+
 
 def decide(
     config: ParallelConfig,

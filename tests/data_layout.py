@@ -80,6 +80,7 @@ class Crossed:
 
     sent: dict[str, int]
     received: dict[str, int]
+    calls: list[int]  # the busier direction of each collective, in order
 
     @property
     def busier(self) -> int:
@@ -87,16 +88,17 @@ class Crossed:
 
 
 @contextlib.contextmanager
-def crossed() -> Iterator[Crossed]:
-    """Count, at torch.distributed, what leaves this rank and what reaches it; split sizes count as
-    they are given, and what a rank keeps for itself does not cross.
+def crossed(group: dist.ProcessGroup | None = None) -> Iterator[Crossed]:
+    """Count, at torch.distributed, what leaves this rank and what reaches it in `group`; split
+    sizes count as they are given, and what a rank keeps for itself does not cross.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = Crossed({}, {})
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    found = Crossed({}, {}, [])
 
     def note(name: str, sent: int, received: int) -> None:
         found.sent[name] = found.sent.get(name, 0) + sent
         found.received[name] = found.received.get(name, 0) + received
+        found.calls.append(max(sent, received))
 
     def splits(given: Any, tensor: torch.Tensor) -> int:
         parts = given or [tensor.numel() // ranks] * ranks

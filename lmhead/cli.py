@@ -104,6 +104,19 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         help="a prompt; may be given several times (default: eight built-in ones)",
     )
     show.add_argument(
+        "--tp-size",
+        type=_positive,
+        metavar="N",
+        help="ranks that the head is sharded over: all of them (the default)",
+    )
+    show.add_argument(
+        "--dp-size",
+        type=_positive,
+        metavar="N",
+        help="attention groups, which decode different prompts; the ranks of one decode the same "
+        "(default: as many as ranks)",
+    )
+    show.add_argument(
         "--route",
         choices=demo.ROUTES,
         default=None,
@@ -285,6 +298,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         loop=arguments.loop,
         sample=arguments.sample,
         seed=arguments.seed or 0,
+        tp_size=arguments.tp_size,
+        dp_size=arguments.dp_size,
     )
     report = demo.run(options)
     if report is None:  # another rank of torchrun prints

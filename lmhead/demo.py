@@ -1,10 +1,15 @@
-"""`lmhead demo`: a language model decoding on data-parallel ranks whose head is sharded over the
-vocabulary.
+"""`lmhead demo`: a language model decoding on ranks whose head is sharded over the vocabulary.
 
-Every rank runs the whole model body on its own prompts and LMHead on its own hidden rows; the
-tokens must be those of one process with the model's own head: the likeliest, or those that are
-drawn from candidates, which must be what one process draws from full logits by the same noise.
-`synthetic` is the head alone at DeepSeek-V4-Pro's vocabulary, without any package but torch.
+Every rank runs the whole model body on the prompts of its attention group, and LMHead on their
+hidden rows; the tokens must be those of one process with the model's own head: the likeliest, or
+those that are drawn from candidates, which must be what one process draws from full logits by the
+same noise.  `synthetic` is the head alone at DeepSeek-V4-Pro's vocabulary, without any package but
+torch.
+
+Data-parallel, each rank is an attention group of its own.  With fewer groups (`--dp-size`) the
+ranks of one run the same prompts, each the whole body again: a body that is tensor-parallel would
+give them the same rows, and what is shown here is the head, whose rows are dealt out.  Each rank
+chooses the tokens of the rows that it owns, and `LMHead.share` hands them to its whole group.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import importlib.util
 import inspect
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +32,11 @@ from lmhead.graphs import DecodeGraphs
 from lmhead.head import LMHead
 from lmhead.launch import LaunchError
 from lmhead.own_gemm import sample_exchange
-from lmhead.shapes import Rows, moved_bytes, shard_rows
+from lmhead.shapes import Layout, moved_bytes, shard_rows
 
 ROUTES = ("all_to_all", "all_gather")
 LOOPS = ("eager", "compile", "graph")
-PROMPTS_PER_RANK = 2
+PROMPTS_PER_GROUP = 2
 PROMPTS = (
     "The capital of France is",
     "The opposite of hot is",
@@ -42,8 +47,8 @@ PROMPTS = (
     "The three primary colors are",
     "Once upon a time, in a small village,",
 )
-# DeepSeek-V4-Pro's vocabulary and the rows per rank of SGLang pull request 32313; H is cut to 512
-# for a CPU.
+# DeepSeek-V4-Pro's vocabulary and the rows per rank (here: per attention group) of SGLang pull
+# request 32313; H is cut to 512 for a CPU.
 SYNTHETIC_VOCAB, SYNTHETIC_HIDDEN, SYNTHETIC_ROWS = 129280, 512, 36
 # Measured: a rank with torch and transformers imported takes about this much before any tensor.
 RANK_BYTES = 500 << 20
@@ -62,6 +67,8 @@ class Options:
     loop: str = "eager"
     sample: dict[str, Any] | None = None  # as `LMHead.sample` takes; None: the likeliest tokens
     seed: int = 0  # of the first sequence; each has one more than the one before
+    tp_size: int | None = None  # the head's ranks: all of them
+    dp_size: int | None = None  # attention groups; None: as many as ranks
 
 
 @dataclass
@@ -74,17 +81,20 @@ class Report:
     route: str
     reason: str
     vocab_size: int
-    rows_per_rank: int
+    rows_per_rank: int  # that a rank holds: those of its attention group
     dtype: str
     loop: str  # how the head was called in what is compared
-    bytes_per_step: dict[str, int]  # by route, per rank
+    bytes_per_step: dict[str, int]  # by route, of the rank that moves most
     head_ms: dict[str, float]  # median over rounds of the slowest rank, by route
     head_spread_ms: dict[str, float]
     identical: bool
     verdict: str
-    texts: list[list[str]] = field(default_factory=list)  # per rank
+    texts: list[list[str]] = field(default_factory=list)  # per attention group
     sample: str = ""  # what was drawn with
     draws: dict[str, int] = field(default_factory=dict)  # steps by route
+    dp_size: int = 1  # attention groups
+    layout: str = ""  # in words
+    rows_owned: list[int] = field(default_factory=list)  # per rank
 
     @property
     def ratio(self) -> float | None:
@@ -98,9 +108,12 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report as people read it."""
-        for rank, texts in enumerate(self.texts):
+        span = self.ranks // self.dp_size
+        for group, texts in enumerate(self.texts):
+            first = group * span
+            who = f"rank {first}" if span == 1 else f"ranks {first} to {first + span - 1}"
             for text in texts:
-                yield f"rank {rank}  {text!r}"
+                yield f"{who}  {text!r}"
         if self.texts:
             yield ""
         yield (
@@ -108,6 +121,17 @@ class Report:
             f"{self.vocab_size} tokens in {self.dtype}; {self.loop} loop; "
             f"route: {self.route} ({self.reason})"
         )
+        if span > 1:
+            owned = ", ".join(map(str, self.rows_owned))
+            yield (
+                f"layout: {self.layout}; all ranks of a group hold its {self.rows_per_rank} rows, "
+                f"and own of them, in rank order: {owned}"
+            )
+        if span > 1 and self.texts:
+            yield (
+                "each rank ran the whole body, which is not sharded here; the head's rows alone "
+                "were dealt out; tokens went to the whole group by head.share"
+            )
         if self.sample:
             steps = ", ".join(f"{count} steps by {route}" for route, count in self.draws.items())
             yield f"drawn with {self.sample}: {steps}"
@@ -128,8 +152,14 @@ def run(options: Options) -> Report | None:
     line.
     """
     here = launch.local_ranks(launch.world_size(options.ranks))
+    layout = layout_of(options)
     if options.sample is not None and (options.model == "synthetic" or options.loop != "eager"):
         raise LaunchError("--sample decodes the real model, in the eager loop")
+    if options.loop == "graph" and not layout.plain:
+        raise LaunchError(
+            f"--loop graph replays steps that end with as many rows as they begin with, and a rank "
+            f"of {layout} owns only a part of what it holds: use --loop eager or --loop compile"
+        )
     if options.loop == "graph" and not launch.on_cuda(here):
         raise LaunchError(
             f"--loop graph needs a CUDA device for each of {here} ranks, and this machine has "
@@ -138,6 +168,23 @@ def run(options: Options) -> Report | None:
     if options.model == "synthetic":
         return _run_synthetic(options)
     return _run_model(options)
+
+
+def layout_of(options: Options) -> Layout:
+    """How the ranks share attention.  LaunchError, with the numbers, where they cannot."""
+    ranks = launch.world_size(options.ranks)
+    tp_size = ranks if options.tp_size is None else options.tp_size
+    if tp_size != ranks:
+        raise LaunchError(
+            f"--tp-size {tp_size} is not the number of ranks, {ranks}: the head is sharded over "
+            "all of them"
+        )
+    dp_size = tp_size if options.dp_size is None else options.dp_size
+    if dp_size < 1 or tp_size % dp_size:
+        raise LaunchError(
+            f"--dp-size {dp_size} does not divide {tp_size} ranks into groups of equal size"
+        )
+    return Layout.of(tp_size, dp_size)
 
 
 def _looped(head: LMHead, loop: str, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -177,15 +224,15 @@ def _race(
 
 
 def _heads(
-    weight: torch.Tensor, vocab_size: int, route: str | None, full: bool
+    weight: torch.Tensor, vocab_size: int, route: str | None, layout: Layout, full: bool
 ) -> dict[str, LMHead]:
     """The head that decodes under "asked", and one per route to be timed; one head where there is
     one rank.
     """
     build = LMHead.from_full if full else LMHead
-    heads = {"asked": build(weight, vocab_size, route=route)}
+    heads = {"asked": build(weight, vocab_size, route=route, layout=layout)}
     if heads["asked"].ranks > 1:
-        heads |= {name: build(weight, vocab_size, route=name) for name in ROUTES}
+        heads |= {name: build(weight, vocab_size, route=name, layout=layout) for name in ROUTES}
     return heads
 
 
@@ -198,7 +245,8 @@ def _timed(
     assert asked.last_route is not None
     racing = {name: head for name, head in heads.items() if name != "asked"} or {"local": asked}
     times = _race(racing, hidden, rounds, device)
-    rows = Rows((hidden.shape[0],) * asked.ranks, dist.get_rank())
+    layout = asked.layout
+    everyone = [layout.own_rows(hidden.shape[0], None, rank) for rank in range(asked.ranks)]
     return {
         "ranks": asked.ranks,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, gloo",
@@ -208,9 +256,15 @@ def _timed(
         "rows_per_rank": hidden.shape[0],
         "dtype": str(asked.weight.dtype).removeprefix("torch."),
         "bytes_per_step": {
-            name: moved_bytes(name, rows, asked.shard, asked.weight.element_size())
+            name: max(
+                moved_bytes(name, rows, asked.shard, asked.weight.element_size())
+                for rows in everyone
+            )
             for name in racing
         },
+        "dp_size": layout.dp_size,
+        "layout": str(layout),
+        "rows_owned": [rows.own for rows in everyone],
         "head_ms": {name: time.median * 1e3 for name, time in times.items()},
         "head_spread_ms": {name: time.spread * 1e3 for name, time in times.items()},
     }
@@ -221,35 +275,48 @@ def _timed(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens of one rank's rows: ids [rows, tokens], and at each greedy one the distance to the
-    runner-up.
+    """Tokens of the rows of one rank's attention group: ids [rows, tokens], and at each greedy one
+    the distance to the runner-up.
     """
 
     ids: list[list[int]]
     gaps: list[list[float]]
 
 
-# hidden [B, H] and the positions [B] of its tokens -> the next ids [B], and the greedy ones' gaps.
+# hidden [G, H] and the positions [G] of its tokens -> the next ids [G], and the greedy ones' gaps.
 Choose = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, list[float]]]
 
 
-def _greedy(head: Callable[[torch.Tensor], torch.Tensor]) -> Choose:
+def _greedy(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    layout: Layout | None = None,
+    share: Callable[..., Any] | None = None,
+) -> Choose:
+    """`head` gives the logits of all hidden rows; with `share`, which is `LMHead.share`, of those
+    that this rank owns in `layout`.
+    """
+
     def choose(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         logits = head(hidden)
-        return logits.argmax(dim=-1), [compare.top2_gap(row) for row in logits]
+        ids = logits.argmax(dim=-1)
+        gaps = logits.new_tensor([compare.top2_gap(row) for row in logits], dtype=torch.float64)
+        if layout is not None and share is not None:
+            held = [hidden.shape[0]] * layout.cells
+            ids, gaps = share(ids, held), share(gaps, held)
+        return ids, gaps.tolist()
 
     return choose
 
 
 def _draw(
-    sample: Callable[..., Any], options: Options, rank: int, routes: Counter[str] | None = None
+    sample: Callable[..., Any], options: Options, group: int, routes: Counter[str] | None = None
 ) -> Choose:
     """`sample` takes hidden rows and `LMHead.sample`'s parameters.  A sequence's seed goes by its
-    number among those of all ranks, so its tokens do not depend on how many there are.
+    number among those of all attention groups, so its tokens do not depend on how many there are.
     """
     assert options.sample is not None
     parameters = options.sample
-    first = options.seed + rank * PROMPTS_PER_RANK
+    first = options.seed + group * PROMPTS_PER_GROUP
 
     def choose(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         seeds = torch.arange(first, first + hidden.shape[0], device=hidden.device)
@@ -293,24 +360,26 @@ def _load(gguf: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _check_prompts(options: Options, ranks: int) -> None:
+def _check_prompts(options: Options, layout: Layout) -> None:
     """LaunchError for prompts that could not all be decoded."""
     if any(not prompt.strip() for prompt in options.prompts):
         raise LaunchError("a prompt is empty")
-    if len(options.prompts) > ranks * PROMPTS_PER_RANK:
+    if len(options.prompts) > layout.dp_size * PROMPTS_PER_GROUP:
+        who = "ranks" if layout.plain else "attention groups"
+        more = "more --ranks" if layout.plain else "a larger --dp-size"
         raise LaunchError(
-            f"{len(options.prompts)} prompts are more than {ranks} ranks decode with "
-            f"{PROMPTS_PER_RANK} each: use more --ranks"
+            f"{len(options.prompts)} prompts are more than {layout.dp_size} {who} decode with "
+            f"{PROMPTS_PER_GROUP} each: use {more}"
         )
 
 
-def _prompts(options: Options, rank: int) -> list[str]:
-    """The prompts of one rank: the given ones (or the built-in) dealt out in turn, as often as it
-    takes.
+def _prompts(options: Options, group: int) -> list[str]:
+    """The prompts of one attention group: the given ones (or the built-in) dealt out in turn, as
+    often as it takes.
     """
     prompts = options.prompts or PROMPTS
-    first = rank * PROMPTS_PER_RANK
-    return [prompts[(first + i) % len(prompts)] for i in range(PROMPTS_PER_RANK)]
+    first = group * PROMPTS_PER_GROUP
+    return [prompts[(first + i) % len(prompts)] for i in range(PROMPTS_PER_GROUP)]
 
 
 @torch.inference_mode()
@@ -375,19 +444,22 @@ def _model_job(
         model, tokenizer = source
     model = model.to(device)
     weight = model.get_output_embeddings().weight.detach()
-    heads = _heads(weight, weight.shape[0], options.route, full=True)
+    layout = layout_of(options)
+    group = rank // layout.span
+    heads = _heads(weight, weight.shape[0], options.route, layout, full=True)
     for head in heads.values():
-        head.warmup(PROMPTS_PER_RANK)
+        head.warmup(PROMPTS_PER_GROUP)
     bar = "decoding" if rank == 0 else ""
-    like = weight.new_zeros(PROMPTS_PER_RANK, weight.shape[1])
+    like = weight.new_zeros(PROMPTS_PER_GROUP, weight.shape[1])
     routes: Counter[str] = Counter()
     asked = heads["asked"]
     if options.sample is None:
-        choose = _greedy(_looped(asked, options.loop, like))
+        looped = _looped(asked, options.loop, like)
+        choose = _greedy(looped) if layout.plain else _greedy(looped, layout, asked.share)
     else:
-        sample = functools.partial(asked.sample, route=options.route, details=True)
-        choose = _draw(sample, options, rank, routes)
-    prompts = _prompts(options, rank)
+        sample = functools.partial(asked.sample, route=options.route, details=True, share=True)
+        choose = _draw(sample, options, group, routes)
+    prompts = _prompts(options, group)
     decoded, hidden = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
     with torch.inference_mode():
         found = _timed(heads, hidden, options.rounds, device)
@@ -401,8 +473,8 @@ def _model_job(
 
 def _run_model(options: Options) -> Report | None:
     gguf = _gguf()
-    ranks = launch.world_size(options.ranks)
-    _check_prompts(options, ranks)
+    ranks, layout = launch.world_size(options.ranks), layout_of(options)
+    _check_prompts(options, layout)
     here, whole = launch.local_ranks(ranks), 600 << 20
     # The ranks that this machine starts share one copy; torchrun's load one each.
     copies = here if launch.under_torchrun() else 2
@@ -419,7 +491,7 @@ def _run_model(options: Options) -> Report | None:
     if found is None:
         return None
     decoded: list[Decoded] = found.pop("decoded")
-    verdict = ""
+    verdict = _parted(layout, [part.ids for part in decoded])
     if not found["device"].startswith("cpu"):  # compared on the kind of device that decoded
         model = model.to("cuda")
     head = model.get_output_embeddings()
@@ -428,21 +500,19 @@ def _run_model(options: Options) -> Report | None:
         logits = head(hidden)
         return sample_exchange(logits, vocab_size=logits.shape[1], **parameters)
 
-    for rank in range(found["ranks"]):
-        prompts = _prompts(options, rank)
-        bar = f"one process, rank {rank}'s rows"
+    texts = []
+    for group in range(layout.dp_size):
+        prompts, first = _prompts(options, group), group * layout.span
+        who = f"rank {first}" if layout.plain else f"attention group {group}"
         drawn = options.sample is not None
-        choose = _draw(from_full_logits, options, rank) if drawn else _greedy(head)
+        choose = _draw(from_full_logits, options, group) if drawn else _greedy(head)
+        bar = f"one process, {who}'s rows"
         alone, _ = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
-        verdict = verdict or _first_difference(rank, decoded[rank], alone)
-    count = found["ranks"] * PROMPTS_PER_RANK * options.tokens
-    texts = [
-        [
-            _text(tokenizer, prompt, ids)
-            for prompt, ids in zip(_prompts(options, rank), part.ids, strict=True)
-        ]
-        for rank, part in enumerate(decoded)
-    ]
+        ours = decoded[first]
+        verdict = verdict or _first_difference(who, ours, alone)
+        pairs = zip(prompts, ours.ids, strict=True)
+        texts.append([_text(tokenizer, prompt, ids) for prompt, ids in pairs])
+    count = layout.dp_size * PROMPTS_PER_GROUP * options.tokens
     return Report(
         model="SmolLM2-135M-Instruct",
         identical=not verdict,
@@ -457,7 +527,18 @@ def _drawn_with(options: Options) -> str:
     return f"{sampling.text_of(options.sample or {})}, seed {options.seed}"
 
 
-def _first_difference(rank: int, ours: Decoded, alone: Decoded) -> str:
+def _parted(layout: Layout, tokens: Sequence[object]) -> str:
+    """Which rank went on with other tokens than its attention group; "" where none did.  `tokens`
+    are each rank's, of all the rows of its group.
+    """
+    for rank, mine in enumerate(tokens):
+        first = rank - rank % layout.span
+        if mine != tokens[first]:
+            return f"identical: no (rank {rank} has other tokens than rank {first} of its group)"
+    return ""
+
+
+def _first_difference(who: str, ours: Decoded, alone: Decoded) -> str:
     """Where the tokens first differ and how near the choice was; "" where they are the same."""
     steps = len(alone.ids[0])
     for step in range(steps):
@@ -467,7 +548,7 @@ def _first_difference(rank: int, ours: Decoded, alone: Decoded) -> str:
                 gaps = alone.gaps[row]
                 near = f"; its two best logits are {gaps[step]:.3g} apart" if gaps else ""
                 return (
-                    f"identical: no (rank {rank}, row {row}, token {step}: {got} where one process "
+                    f"identical: no ({who}, row {row}, token {step}: {got} where one process "
                     f"takes {want}{near})"
                 )
     return ""
@@ -484,13 +565,14 @@ def _random(seed: int, rows: int) -> torch.Tensor:
 def _synthetic_job(
     rank: int, ranks: int, device: torch.device, options: Options
 ) -> dict[str, Any] | None:
-    """One rank of the synthetic demo; each checks its own rows against the whole weight in one
-    process.
+    """One rank of the synthetic demo; each checks the rows that it owns against the whole weight in
+    one process.
     """
+    layout = layout_of(options)
     shard = shard_rows(SYNTHETIC_VOCAB, ranks)
     weight = _random(rank, shard).to(device)
-    hidden = _random(10_000 + rank, SYNTHETIC_ROWS).to(device)
-    heads = _heads(weight, SYNTHETIC_VOCAB, options.route, full=False)
+    hidden = _random(10_000 + rank // layout.span, SYNTHETIC_ROWS).to(device)
+    heads = _heads(weight, SYNTHETIC_VOCAB, options.route, layout, full=False)
     with torch.inference_mode():
         for head in heads.values():
             head.warmup(SYNTHETIC_ROWS)
@@ -498,24 +580,29 @@ def _synthetic_job(
         logits.append(_looped(heads["asked"], options.loop, hidden)(hidden))
         found = _timed(heads, hidden, options.rounds, device)
         full = torch.cat([_random(r, shard) for r in range(ranks)])[:SYNTHETIC_VOCAB].to(device)
-        error, same = _check(hidden, full, logits)
+        rows = layout.own_rows(SYNTHETIC_ROWS, None, rank)
+        first = rows.start - rows.group_start
+        error, same = _check(hidden, slice(first, first + rows.own), full, logits)
+        tokens = heads["asked"].share(logits[-1].argmax(dim=1), list(rows.cells))
+    assert isinstance(tokens, torch.Tensor)
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, (error, same))
+    dist.all_gather_object(everyone, (error, same, tokens.tolist()))
     for head in heads.values():
         head.close()
     return found | {"checks": everyone, "loop": options.loop} if rank == 0 else None
 
 
 def _check(
-    hidden: torch.Tensor, full: torch.Tensor, results: list[torch.Tensor]
+    hidden: torch.Tensor, chosen: slice, full: torch.Tensor, results: list[torch.Tensor]
 ) -> tuple[float, int]:
-    """(largest error of `results` relative to torch's own, rows whose greedy token is torch's, or
-    as good as its within bf16's rounding, in every result).
+    """Of the `chosen` rows of hidden, whose logits are in `results`: (largest error of `results`
+    relative to torch's own, rows whose greedy token is torch's, or as good as its within bf16's
+    rounding, in every result).
 
     torch's own is one bf16 matmul over the whole weight; the truth is in fp64, by blocks of the
     vocabulary.  Bits that are torch's have an error of exactly 1 and need no truth.
     """
-    own = torch.mm(hidden, full.t())
+    own, hidden = torch.mm(hidden, full.t())[chosen], hidden[chosen]
     best = own.amax(dim=1).float()
     near = best - best.abs() * 2 * torch.finfo(torch.bfloat16).eps
     taken = [own.gather(1, got.argmax(dim=1, keepdim=True))[:, 0].float() for got in results]
@@ -541,10 +628,13 @@ def _run_synthetic(options: Options) -> Report | None:
         return None
     checks = found.pop("checks")
     error = max(check[0] for check in checks)
-    same, rows = sum(check[1] for check in checks), SYNTHETIC_ROWS * found["ranks"]
+    same, rows = sum(check[1] for check in checks), SYNTHETIC_ROWS * found["dp_size"]
     # The bound of the tests: at most twice the error of torch's own bf16 matmul against fp64.
-    identical = error <= 2.0 and same == rows
-    if error == 1.0 and same == rows:
+    parted = _parted(layout_of(options), [check[2] for check in checks])
+    identical = error <= 2.0 and same == rows and not parted
+    if parted:
+        verdict = parted
+    elif error == 1.0 and same == rows:
         verdict = f"identical: yes ({rows} rows x {SYNTHETIC_VOCAB} logits, bit for bit)"
     else:
         verdict = (

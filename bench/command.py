@@ -104,6 +104,15 @@ def add(
             )
         if kind == "head":
             command.add_argument(
+                "--dp-size",
+                type=positive,
+                nargs="+",
+                default=[],
+                metavar="N",
+                help="attention groups among which the ranks are divided, the same rows in all: a "
+                "case for each (default: as many as ranks, data-parallel)",
+            )
+            command.add_argument(
                 "--sample",
                 type=sample,
                 default="temperature=0.7,top_k=20,top_p=0.8",
@@ -185,13 +194,61 @@ def cases_of(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], list[str]
     if arguments.kind == "scale":
         lines = [(model.name, model.vocab, model.hidden) for model in known]
         return suites.scale_cases(lines, rows, ranks, arguments.dtype[0]), notes
-    return tuple(
-        Case(model.name, model.vocab, model.hidden, n, count, dtype)
+    groups: list[int | None] = [*dict.fromkeys(getattr(arguments, "dp_size", []))] or [None]
+    for n in ranks:
+        _require_groups(n, groups)
+    cases = tuple(
+        Case(model.name, model.vocab, model.hidden, n, count, dtype, dp_size)
         for model in known
         for dtype in arguments.dtype
         for n in ranks
         for count in rows
-    ), notes
+        for dp_size in groups
+    )
+    if arguments.kind == "head":
+        notes += _layout_notes(cases, _names(arguments))
+    return cases, notes
+
+
+def _require_groups(ranks: int, groups: Sequence[int | None]) -> None:
+    """ValueError for a number of attention groups that does not divide `ranks`."""
+    for dp_size in groups:
+        if dp_size is not None and ranks % dp_size:
+            raise ValueError(
+                f"--dp-size {dp_size} does not divide {ranks} ranks into groups of equal size"
+            )
+
+
+def _layout_notes(cases: Sequence[Case], names: Sequence[str]) -> list[str]:
+    """What is left out of a layout, or of all others, and what there is to compare."""
+    layouts = [case for case in cases if not case.layout.plain]
+    if not layouts:
+        alone = [name for name in names if name not in methods.LAYOUTS_ONLY]
+        if not alone:
+            raise ValueError(f"{names[0]} is for layouts: ask for a --dp-size below --ranks")
+        return []
+    left_out = [name for name in names if name not in methods.IN_LAYOUTS]
+    if len(left_out) == len(names):
+        raise ValueError(
+            f"none of {', '.join(names)} knows attention groups of several ranks, as in "
+            f"{layouts[0].layout}: ask for some of {', '.join(methods.IN_LAYOUTS)}"
+        )
+    notes = [
+        "where ranks of an attention group hold the same rows, lmhead ends in the logits of the "
+        "rows that a rank owns; a, a-lean and lmhead-replicate in those of all rows of its group, "
+        "and candidates in their tokens"
+    ]
+    if left_out:
+        notes.append(
+            f"there {', '.join(left_out)} are left out: they are written for ranks that each have "
+            "rows of their own"
+        )
+    return notes
+
+
+def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The methods, each once."""
+    return tuple(dict.fromkeys(tuple(arguments.methods) or DEFAULTS[arguments.kind][3]))
 
 
 def _models(arguments: argparse.Namespace) -> tuple[list[Model], list[str]]:
@@ -227,10 +284,9 @@ def _measure(arguments: argparse.Namespace, cases: Sequence[Case]) -> Report | N
             raise ValueError("bench kernels runs on one device: start it without torchrun")
         with Progress("bench kernels") as bar:
             return kernels_bench.run(tuple(cases), arguments.rounds, bar.at)
-    names = tuple(arguments.methods) or DEFAULTS[arguments.kind][3]
     settings = Settings(
         exchange_only=arguments.kind != "head",
-        names=tuple(dict.fromkeys(names)),
+        names=_names(arguments),
         rounds=arguments.rounds,
         cadence=arguments.cadence,
         stages=arguments.kind != "scale",

@@ -4,14 +4,24 @@ each backend was handed.  Counting is a call of its own, never a timed one.
 What crosses a rank's link, in the busier direction, when it hands n bytes to a collective among N:
 all-to-all (N-1)/N of n, its own block stays; all-gather (N-1) * n; all-reduce 2(N-1)/N of n, as a
 ring does it.
+
+A backend's record says how much it was handed and not how that was split.  So an all-to-all with
+split sizes is looked at where torch.distributed is called, too, and then counts what its splits
+give to other ranks and get from them.  Such a call must be found again in the record, with as many
+bytes: what is counted is always what the backend saw.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 _ITEMSIZE = {
@@ -40,18 +50,78 @@ def crossing(collective: str, handed: int, ranks: int) -> int:
     raise ValueError(f"no rule for what {collective!r} moves")
 
 
+@dataclass(frozen=True)
+class Split:
+    """An all-to-all with split sizes: the bytes that it was handed, and those that cross this
+    rank's link in the busier direction.
+    """
+
+    handed: int
+    crossing: int
+
+
 def count(method: Callable[[], object], ranks: int) -> int:
     """Bytes that one call of `method` moves over this rank's link, by collectives."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler talks on standard error
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+    with (
+        _splits() as split,
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled,
+    ):
         method()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     events: Sequence[Any] = profiled.profiler.kineto_results.events()
-    return sum(
-        crossing(event.name(), _handed(event.shapes(), event.dtypes()), ranks)
+    seen = [
+        (event.name(), _handed(event.shapes(), event.dtypes()))
         for event in events
         if event.name().startswith(("gloo:", "nccl:")) and event.shapes()
-    )
+    ]
+    return total(seen, split, ranks)
+
+
+def total(seen: Sequence[tuple[str, int]], split: Sequence[Split], ranks: int) -> int:
+    """Bytes that cross a rank's link in collectives (a backend's name of it, bytes handed), of
+    which the all-to-alls in `split` are known closer.  ValueError where one of these is not among
+    them.
+    """
+    rest, found = list(seen), 0
+    for known in split:
+        place = next((i for i, (name, handed) in enumerate(rest) if _is(name, handed, known)), None)
+        if place is None:
+            raise ValueError(
+                f"an all-to-all was handed {known.handed} bytes, and no backend has seen it: {rest}"
+            )
+        del rest[place]
+        found += known.crossing
+    return found + sum(crossing(name, handed, ranks) for name, handed in rest)
+
+
+def _is(name: str, handed: int, known: Split) -> bool:
+    return handed == known.handed and "alltoall" in name.lower().replace("_", "")
+
+
+@contextlib.contextmanager
+def _splits() -> Iterator[list[Split]]:
+    """The all-to-alls with split sizes that torch.distributed is asked for meanwhile."""
+    found: list[Split] = []
+    real = dist.all_to_all_single
+
+    def others(parts: Sequence[int] | None, tensor: torch.Tensor, rank: int, ranks: int) -> int:
+        """Bytes of a flat tensor that are not this rank's own."""
+        kept = tensor.numel() // ranks if parts is None else parts[rank]
+        return (tensor.numel() - kept) * tensor.element_size()
+
+    def noted(
+        out: torch.Tensor, given: torch.Tensor, outs: Any = None, ins: Any = None, **more: Any
+    ) -> Any:
+        if outs is not None or ins is not None:
+            group = more.get("group")
+            sizes = dist.get_rank(group), dist.get_world_size(group)
+            crossed = max(others(ins, given, *sizes), others(outs, out, *sizes))
+            found.append(Split(given.nbytes, crossed))
+        return real(out, given, outs, ins, **more)
+
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        yield found
 
 
 def _handed(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:

@@ -25,20 +25,22 @@ from lmhead.bench.peers import (
     PEERS,
     REASSEMBLY,
     REDUCE,
+    SHARE,
     Inputs,
     Peer,
     all_gather,
     unmarked,
 )
+from lmhead.bench.peers import IN_LAYOUTS as PEERS_IN_LAYOUTS
 from lmhead.bench.torch_sampler import Sampler, engine_sample, lean_sample
 from lmhead.chooser import DEFAULTS
 from lmhead.comm import Call, Comm
 from lmhead.head import LMHead
 from lmhead.ops import Plan
 from lmhead.own_gemm import exchange
-from lmhead.route import choose
+from lmhead.route import Facts, Route, choose_by
 from lmhead.sampling import Request, Sample
-from lmhead.shapes import moved_bytes
+from lmhead.shapes import gathered_bytes, moved_bytes
 from lmhead.timing import Mark
 from lmhead.workspace import Workspace
 
@@ -47,9 +49,10 @@ OURS = "lmhead"
 
 @dataclass(frozen=True)
 class Method:
-    """One way from hidden rows (or partial logits) to the own rows' logits, or to their tokens.
-    `whole` is what a user calls; `staged` says when each stage has ended.  A roof is only a part:
-    nobody could use it, and nothing that contains it can be faster.
+    """One way from hidden rows (or partial logits) to the own rows' logits, or to their tokens; if
+    `grouped`, to those of all the attention group's rows.  `whole` is what a user calls; `staged`
+    says when each stage has ended.  A roof is only a part: nobody could use it, and nothing that
+    contains it can be faster.
     """
 
     name: str
@@ -59,26 +62,31 @@ class Method:
     bytes: int  # that cross this rank's link in a call, by arithmetic
     roof: bool = False
     compiled: bool = False
-    # Of one that ends in tokens: the own rows' logits [B, V] -> what is wrong with the tokens of
-    # both calls, "" for nothing.
+    # Of one that ends in tokens: the logits of the attention group's rows [G, V] -> what is wrong
+    # with the tokens of both calls, "" for nothing.
     check: Callable[[torch.Tensor], str] | None = None
     exchanges_logits: bool = True
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
 class Ours:
-    """A configuration of ours: the route, and the logits' dtype where it is not the wire's."""
+    """A configuration of ours: the route, the logits' dtype where it is not the wire's, and whether
+    each rank of an attention group gets the logits of all its rows.
+    """
 
     name: str
     title: str
     route: str | None = None
     logits: torch.dtype | None = None
+    replicate: bool = False
 
 
 OUR_WAYS = (
     Ours(OURS, "lmhead, all-to-all"),
     Ours("lmhead-fp32", "lmhead, fp32 logits", logits=torch.float32),
     Ours("lmhead-all-gather", "lmhead, its fallback", route="all_gather"),
+    Ours("lmhead-replicate", "lmhead, replicated", replicate=True),
 )
 ROOFS = ("roof-gemm", "roof-all-to-all")
 CANDIDATES = "candidates"
@@ -97,6 +105,9 @@ DRAWING = {
     "a-torch-lean": "a-lean + lean sampling",
 }
 NAMES = (*(way.name for way in OUR_WAYS), *PEERS, *DRAWING, *ROOFS)
+# Those that know attention groups of several ranks, and those that are about nothing else.
+IN_LAYOUTS = (*(way.name for way in OUR_WAYS), *PEERS_IN_LAYOUTS, CANDIDATES, *ROOFS)
+LAYOUTS_ONLY = tuple(way.name for way in OUR_WAYS if way.replicate)
 
 
 class _MarkedComm(Comm):
@@ -145,17 +156,25 @@ def our_plan(inputs: Inputs, way: Ours, backend: str) -> Plan:
     rows = case.rows_of(inputs.rank)
     if kernels == "triton":
         sizes = replace(ops.sizes_of(inputs.weight, wire, logits), shard=case.shard)
-        configs = ops.shipped_configs(inputs.device).configs(rows, sizes)
-    route = choose(case.ranks, backend, way.route)
-    return Plan(rows, case.shard, case.vocab, logits, wire, kernels, route, configs=configs)
+        kept = rows.group_total if way.replicate else rows.own
+        configs = ops.shipped_configs(inputs.device).configs(rows, sizes, kept)
+    route = _route(case, backend, way)
+    sizes_ = rows, case.shard, case.vocab
+    return Plan(*sizes_, logits, wire, kernels, route, configs=configs, replicate=way.replicate)
+
+
+def _route(case: Case, backend: str, way: Ours) -> Route:
+    facts = Facts(case.ranks, backend, way.route, case.layout, replicate=way.replicate)
+    return choose_by(facts)
 
 
 def _our_method(inputs: Inputs, way: Ours, exchange_only: bool) -> Method:
     case = inputs.case
+    rows = case.rows_of(inputs.rank)
     # fp32 logits go where published engines put them: into a buffer of the caller's that stays.
     out = None
     if way.logits is not None:
-        out = torch.empty(case.rows, case.vocab, dtype=way.logits, device=inputs.device)
+        out = torch.empty(rows.own, case.vocab, dtype=way.logits, device=inputs.device)
     whole: Callable[[], torch.Tensor]
     if exchange_only:
         kept = Workspace()
@@ -176,15 +195,17 @@ def _our_method(inputs: Inputs, way: Ours, exchange_only: bool) -> Method:
             inputs.group,
             logits_dtype=way.logits,
             route=way.route,
+            layout=case.layout,
             **options,
         )
-        head.warmup(case.rows, out=out)
-        whole = lambda: head(inputs.hidden, out=out)  # noqa: E731
+        head.warmup(rows.brought, out=out, replicate=way.replicate)
+        whole = lambda: head(inputs.hidden, out=out, replicate=way.replicate)  # noqa: E731
     comm, work = _MarkedComm(inputs.group, inputs.device), Workspace()
     plan = our_plan(inputs, way, comm.backend)
 
     def staged(mark: Mark) -> torch.Tensor:
-        comm.mark, comm.gathered, comm.multiplies = mark, exchange_only, not exchange_only  # type: ignore[method-assign]
+        comm.mark, comm.multiplies = mark, not exchange_only  # type: ignore[method-assign]
+        comm.gathered = exchange_only or inputs.all_held
         if exchange_only:
             call = Call("exchange", plan.rows.counts, plan.shard, case.dtype, 0)
             logits = ops.run_exchange(comm, plan, work, inputs.partial, out=out, call=call)
@@ -193,9 +214,10 @@ def _our_method(inputs: Inputs, way: Ours, exchange_only: bool) -> Method:
         mark(REASSEMBLY if case.ranks > 1 or exchange_only else GEMM)
         return logits
 
-    own = 0 if exchange_only else case.rows * case.hidden * case.itemsize
-    moved = moved_bytes(plan.route.name, plan.rows, case.shard, case.itemsize)
-    return Method(way.name, way.title, whole, staged, own * (case.ranks - 1) + moved)
+    moved = moved_bytes(plan.route.name, rows, case.shard, case.itemsize, way.replicate)
+    if not exchange_only:
+        moved += gathered_bytes(rows, case.hidden, case.itemsize)
+    return Method(way.name, way.title, whole, staged, moved, grouped=way.replicate)
 
 
 def _peer_method(inputs: Inputs, peer: Peer, exchange_only: bool) -> Method | None:
@@ -213,6 +235,7 @@ def _peer_method(inputs: Inputs, peer: Peer, exchange_only: bool) -> Method | No
         staged,
         moved,
         compiled=peer.name == "f",
+        grouped=not inputs.case.layout.plain,
     )
 
 
@@ -221,7 +244,7 @@ def _roof(inputs: Inputs, name: str) -> Method:
     case = inputs.case
     if name == "roof-gemm":
         rows = inputs.hidden.new_empty(case.total, case.hidden)
-        all_gather(rows, inputs.hidden, inputs.group)
+        all_gather(rows, inputs.hidden[inputs.mine], inputs.group)
         product, work = torch.empty_like(inputs.partial), Workspace()
         plan = our_plan(inputs, OUR_WAYS[0], "gloo")
 
@@ -252,6 +275,9 @@ def _alone(
     return Method(name, title, part, staged, moved, roof=True)
 
 
+# Of a row's token, int64, and its status, uint8.
+SHARED_BYTES = 8 + 1
+
 # Names of `lmhead.ranges` -> those of the report.
 _RANGES = {
     "gather": GATHER,
@@ -260,21 +286,23 @@ _RANGES = {
     "exchange": EXCHANGE,
     "reassemble": REASSEMBLY,
     "merge": DRAW,
+    "share": SHARE,
 }
 
 
 def _candidates(inputs: Inputs, parameters: Mapping[str, Any]) -> Method:
-    """`LMHead.sample`, and its stages as it names them itself."""
-    case = inputs.case
-    head = LMHead(inputs.weight, case.vocab, inputs.group)
-    first = inputs.rank * case.rows
-    rows = torch.arange(first, first + case.rows, device=inputs.device)
+    """`LMHead.sample`, and its stages as it names them itself; every rank of an attention group
+    ends with the tokens of all its rows.
+    """
+    case, grouped = inputs.case, inputs.grouped
+    head = LMHead(inputs.weight, case.vocab, inputs.group, layout=case.layout)
+    rows = torch.arange(grouped.start, grouped.stop, device=inputs.device)
     noise: dict[str, Any] = {"seeds": rows, "positions": torch.zeros_like(rows)}
-    head.warmup(case.rows, sample={**noise, **parameters})
+    head.warmup(inputs.hidden.shape[0], sample={**noise, **parameters})
 
     def whole(**changed: Any) -> torch.Tensor:
         given = {**noise, **parameters, **changed}
-        return cast(torch.Tensor, head.sample(inputs.hidden, **given))
+        return cast(torch.Tensor, head.sample(inputs.hidden, share=True, **given))
 
     def staged(mark: Mark) -> torch.Tensor:
         with ranges.told(lambda name: mark(_RANGES[name])):
@@ -291,30 +319,43 @@ def _candidates(inputs: Inputs, parameters: Mapping[str, Any]) -> Method:
                 return f"row {row} draws {got[row]}, and {full[row]} from full logits"
         return not_greedy(own, greedy)
 
-    route = choose(case.ranks, dist.get_backend(inputs.group), None).name
+    route = _route(case, dist.get_backend(inputs.group), OUR_WAYS[0]).name
     head_route = None if route == "local" else route
     found = head.sample(inputs.hidden, details=True, **noise, **parameters)
     assert isinstance(found, Sample) and found.route is not None
     moved = _candidate_bytes(inputs, parameters)
     if found.route.rule == "not_covered":
         moved += moved_bytes(route, case.rows_of(inputs.rank), case.shard, case.itemsize)
-    title = DRAWING[CANDIDATES]
-    return Method(CANDIDATES, title, whole, staged, moved, check=check, exchanges_logits=False)
+    return Method(
+        CANDIDATES,
+        DRAWING[CANDIDATES],
+        whole,
+        staged,
+        moved,
+        check=check,
+        exchanges_logits=False,
+        grouped=True,
+    )
 
 
 def _candidate_bytes(inputs: Inputs, parameters: Mapping[str, Any]) -> int:
     """Hidden rows with their records behind them, on a border of 16 bytes; a message per row and
-    shard; and how many rows were missed, where some may be.
+    shard; how many rows were missed, where some may be; and to the other ranks of the attention
+    group, a row's token and status.
     """
-    case, others = inputs.case, inputs.case.ranks - 1
+    case, rows = inputs.case, inputs.case.rows_of(inputs.rank)
     form = Request(**parameters).form(case.vocab, case.shard)
     row = -(-case.hidden * case.itemsize // 16) * 16 + 4 * form.record_words
-    counted = 4 if form.may_miss and form.fallback else 0
-    return others * (case.rows * (row + 4 * form.message_words) + counted)
+    moved = gathered_bytes(rows, row, 1) + moved_bytes("all_to_all", rows, form.message_words, 4)
+    if form.may_miss and form.fallback:
+        moved += 4 * (case.ranks - 1)
+    shared = max((rows.span - 1) * rows.own, rows.group_total - rows.own)
+    return moved + shared * SHARED_BYTES
 
 
 def _sampled(inputs: Inputs, name: str, parameters: Mapping[str, Any]) -> Method | None:
     """Full logits of the own rows by another method, then torch's sampler."""
+    assert inputs.case.layout.plain
     source, sampler = SAMPLED[name]
     logits = build(inputs, source, exchange_only=False)
     if logits is None:
@@ -363,6 +404,8 @@ def build(
     """The method of that name for these inputs; None where it has no part in this benchmark.
     `parameters` of a draw are those of `LMHead.sample`.
     """
+    if name in LAYOUTS_ONLY if inputs.case.layout.plain else name not in IN_LAYOUTS:
+        return None
     if name in DRAWING:
         if exchange_only:
             return None
@@ -396,7 +439,7 @@ def weight_of(case: Case, rank: int, device: torch.device) -> torch.Tensor:
 
 
 def hidden_of(case: Case, rank: int, device: torch.device) -> torch.Tensor:
-    """Rank r's rows [B, H]."""
+    """Rank r's rows [B, H], those that it owns: the same in every layout."""
     generator = torch.Generator(device).manual_seed(100_000 + rank)
     return torch.randn(case.rows, case.hidden, generator=generator, device=device).to(
         case.torch_dtype

@@ -5,6 +5,11 @@ A peer takes hidden rows [B, H] and the shard [S, H] to its own rows' logits, in
 description leaves something open, the reading that is kinder to the peer is taken.  Every one of
 them is checked for equality before it is timed (`lmhead.bench.protocol`).
 
+In a layout whose attention groups have several ranks, a and a-lean alone are defined
+(`IN_LAYOUTS`), and end as engines do with all G rows of a group's logits on each of its ranks.
+Hidden rows are gathered once: each rank sends the slice of its group's rows that it owns, and
+nobody anything where all ranks hold all rows.
+
 | peer | what | source |
 |---|---|---|
 | a | all-gather of all logits into [T, V], then the own rows are copied out | engines until 2026: \
@@ -40,14 +45,17 @@ GATHER, GEMM, EXCHANGE, REASSEMBLY = "hidden gather", "gemm", "exchange", "reass
 # Of methods that end in tokens: candidates are found in the shard; tokens are drawn from them, or
 # from the own rows' logits.
 REDUCE, DRAW = "reduce", "draw"
+# Of one that hands them to the whole attention group.
+SHARE = "share"
 # In the order of a step.
-STAGES = (GATHER, GEMM, REDUCE, EXCHANGE, REASSEMBLY, DRAW)
+STAGES = (GATHER, GEMM, REDUCE, EXCHANGE, REASSEMBLY, DRAW, SHARE)
 
 
 @dataclass
 class Inputs:
-    """What every method starts from on one rank: hidden [B, H], weight [S, H], and for a benchmark
-    of the exchange alone, partial [T, S].
+    """What every method starts from on one rank: hidden, the rows that it holds (its own [B, H], or
+    all [G, H] of its attention group), weight [S, H], and for a benchmark of the exchange alone,
+    partial [T, S].
     """
 
     case: Case
@@ -63,6 +71,22 @@ class Inputs:
     def own(self) -> slice:
         """The own rows among all T."""
         return slice(self.rank * self.case.rows, (self.rank + 1) * self.case.rows)
+
+    @property
+    def grouped(self) -> slice:
+        """Those of the attention group; the own ones where each rank is one by itself."""
+        rows = self.case.rows_of(self.rank)
+        return slice(rows.group_start, rows.group_start + rows.group_total)
+
+    @property
+    def all_held(self) -> bool:
+        """Whether every rank holds all rows before the step."""
+        return self.case.ranks > 1 and self.case.layout.cells == 1
+
+    @property
+    def mine(self) -> slice:
+        """The own rows among the attention group's."""
+        return slice(self.own.start - self.grouped.start, self.own.stop - self.grouped.start)
 
 
 # hidden rows -> all rows; partial -> logits; hidden rows -> logits.
@@ -87,6 +111,8 @@ class Peer:
     def bytes(self, case: Case, exchange_only: bool, device: torch.device) -> int:
         """Bytes that cross a rank's link in one call, by arithmetic."""
         others, rows = case.ranks - 1, 0 if exchange_only else case.rows
+        if case.layout.cells == 1:
+            rows = 0  # every rank holds them all
         own = rows * case.hidden * case.itemsize
         hidden = {"all_gather": own * others, "all_reduce": 2 * own * others, "": 0}[self.gathers]
         # torch's own backends for CPU have no all-to-all that DTensor would take.
@@ -107,6 +133,9 @@ def all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -
 
 def _fresh_gather(inputs: Inputs) -> Gather:
     hidden, total = inputs.hidden, inputs.case.total
+    if inputs.all_held:
+        return lambda: hidden
+    hidden = hidden[inputs.mine]
     return lambda: all_gather(hidden.new_empty(total, hidden.shape[1]), hidden, inputs.group)
 
 
@@ -115,7 +144,8 @@ def _in_sequence(inputs: Inputs, gather: Gather, exchange: Exchange) -> Head:
 
     def head(mark: Mark) -> torch.Tensor:
         rows = gather()
-        mark(GATHER)
+        if not inputs.all_held:
+            mark(GATHER)
         partial = rows @ inputs.weight.t()
         mark(GEMM)
         return exchange(partial, mark)
@@ -134,15 +164,19 @@ def _plain(exchange_of: Callable[[Inputs], Exchange]) -> Callable[[Inputs], tupl
 
 
 def _all_gather_scatter(inputs: Inputs) -> Exchange:
-    """All logits of all rows on every rank, put in order, of which the own rows are copied out."""
-    case = inputs.case
+    """All logits of all rows on every rank, put in order, of which the own rows (the attention
+    group's) are copied out, unless they are all there are.
+    """
+    case, kept = inputs.case, inputs.grouped
 
     def exchange(partial: torch.Tensor, mark: Mark) -> torch.Tensor:
         everything = partial.new_empty(case.ranks, case.total, case.shard)
         all_gather(everything, partial, inputs.group)
         mark(EXCHANGE)
         ordered = everything.movedim(0, 1).reshape(case.total, case.ranks * case.shard)
-        logits = torch.empty_like(ordered[inputs.own]).copy_(ordered[inputs.own])
+        logits = ordered
+        if not inputs.all_held:
+            logits = torch.empty_like(ordered[kept]).copy_(ordered[kept])
         mark(REASSEMBLY)
         return logits[:, : case.vocab]
 
@@ -150,14 +184,16 @@ def _all_gather_scatter(inputs: Inputs) -> Exchange:
 
 
 def _all_gather_own(inputs: Inputs) -> Exchange:
-    """The same gather, but nothing is done to rows that are not the own ones."""
-    case = inputs.case
+    """The same gather, but nothing is done to rows that are not the own ones (the attention
+    group's).
+    """
+    case, kept = inputs.case, inputs.grouped
 
     def exchange(partial: torch.Tensor, mark: Mark) -> torch.Tensor:
         everything = partial.new_empty(case.ranks, case.total, case.shard)
         all_gather(everything, partial, inputs.group)
         mark(EXCHANGE)
-        logits = everything[:, inputs.own].movedim(0, 1).reshape(case.rows, -1)
+        logits = everything[:, kept].movedim(0, 1).reshape(kept.stop - kept.start, -1)
         mark(REASSEMBLY)
         return logits[:, : case.vocab]
 
@@ -303,6 +339,10 @@ def _owner_order(inputs: Inputs) -> Exchange:
         return logits[:, : case.vocab]
 
     return exchange
+
+
+# Peers that know attention groups of several ranks, all of whose rows they end with.
+IN_LAYOUTS = ("a", "a-lean")
 
 
 def unmarked(stage: str) -> None:

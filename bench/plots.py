@@ -17,7 +17,7 @@ from lmhead.bench import machine
 from lmhead.bench.cases import Case
 from lmhead.bench.kernels_bench import is_ours
 from lmhead.bench.methods import OURS
-from lmhead.bench.peers import DRAW, EXCHANGE, GATHER, GEMM, REASSEMBLY, REDUCE, STAGES
+from lmhead.bench.peers import DRAW, EXCHANGE, GATHER, GEMM, REASSEMBLY, REDUCE, SHARE, STAGES
 from lmhead.bench.results import Report, Row
 from lmhead.bench.roofline import Stage, dp_head, stages
 
@@ -28,10 +28,19 @@ COLOURS = {
     REASSEMBLY: "#F0E442",
     REDUCE: "#009E73",
     DRAW: "#CC79A7",
+    SHARE: "#0072B2",
 }
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-HATCHES = {GATHER: "", GEMM: "//", EXCHANGE: "", REASSEMBLY: "..", REDUCE: "xx", DRAW: "\\\\"}
+HATCHES = {
+    GATHER: "",
+    GEMM: "//",
+    EXCHANGE: "",
+    REASSEMBLY: "..",
+    REDUCE: "xx",
+    DRAW: "\\\\",
+    SHARE: "++",
+}
 DPI = 96
 
 
@@ -268,6 +277,8 @@ def _gemm_points(report: Report) -> list[tuple[float, float, str]]:
         for row, ms, stage in timed:
             if ms:
                 label = f"{row.title}, B = {case.rows}"
+                if case.dp_size is not None:
+                    label += f", {case.dp_size} groups"
                 found.append((stage.flops / stage.memory_bytes, stage.flops / ms * 1e3, label))
     return found
 

@@ -4,7 +4,9 @@
    computes; a product that rounds otherwise is held against fp64 and may be twice as far from it as
    torch's own.  Tokens are compared instead where a method ends in them: lmhead's with those that
    full logits give by the same noise, and everybody's greedy ones with the largest logits.  Memory
-   that a method forgets to write is NaN by then.  A method that fails gets no figure.
+   that a method forgets to write is NaN by then.  A method that fails gets no figure.  In a layout
+   whose attention groups have several ranks a method ends in the rows that its rank owns or in all
+   of its group's, and is compared with as many.
 2. Count.  One call under the profiler says what was really moved; it must be what the arithmetic
    says.
 3. Agree.  Rounds, calls and methods are compared among ranks: all make the same number of calls,
@@ -43,6 +45,7 @@ from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, PEERS, REASSEMBLY, Inputs
 from lmhead.bench.results import Row
 from lmhead.bench.roofline import Limits, floor_us, stages
 from lmhead.comm import Call, Comm
+from lmhead.shapes import gathered_bytes
 
 CADENCES = {"isolated": 1, "streaming": 10}  # calls in a window
 MAX_SETS = 16
@@ -196,7 +199,8 @@ def make_inputs(
         hidden = weight = torch.empty(0, 0, dtype=case.torch_dtype, device=device)
     else:
         partial = torch.empty(case.total, case.shard, dtype=case.torch_dtype, device=device)
-        hidden = methods.hidden_of(case, rank, device)
+        held = case.rows_of(rank).group
+        hidden = torch.cat([methods.hidden_of(case, r, device) for r in held])
         weight = methods.weight_of(case, rank, device)
 
     def full() -> torch.Tensor:
@@ -242,25 +246,29 @@ def _agree(case: Case, group: dist.ProcessGroup, device: torch.device, settings:
 
 
 class Truth:
-    """This rank's own rows' logits as one process computes them, shard by shard."""
+    """The logits of this rank's own rows, and of its attention group's, as one process computes
+    them, shard by shard.
+    """
 
     def __init__(self, inputs: Inputs, exchange_only: bool) -> None:
         case = inputs.case
         self._inputs, self._exchange_only = inputs, exchange_only
         self._exact: torch.Tensor | None = None
-        rows = range(inputs.own.start, inputs.own.stop)
         if exchange_only:
-            self.own = methods.addressed(rows, range(case.vocab), case, inputs.device)
+            rows = range(inputs.grouped.start, inputs.grouped.stop)
+            self.group = methods.addressed(rows, range(case.vocab), case, inputs.device)
             return
         everyone = torch.cat([methods.hidden_of(case, r, inputs.device) for r in range(case.ranks)])
         parts = [everyone @ self._shard(r).t() for r in range(case.ranks)]
-        self.own = torch.cat([part[inputs.own] for part in parts], dim=1)[:, : case.vocab]
+        self.group = torch.cat([part[inputs.grouped] for part in parts], dim=1)[:, : case.vocab]
 
     def _shard(self, rank: int) -> torch.Tensor:
         return methods.weight_of(self._inputs.case, rank, self._inputs.device)
 
-    def judge(self, got: torch.Tensor) -> Verdict:
-        want = self.own.to(got.dtype)
+    def judge(self, got: torch.Tensor, grouped: bool = False) -> Verdict:
+        """Of the own rows' logits, or if `grouped` of the attention group's."""
+        chosen = slice(None) if grouped else self._inputs.mine
+        want = self.group[chosen].to(got.dtype)
         difference = compare.first_difference(got, want)
         if difference is None:
             return Verdict(True, "bit for bit")
@@ -270,15 +278,16 @@ class Truth:
             case, hidden = self._inputs.case, self._inputs.hidden
             blocks = [reference.gemm_exact(hidden, self._shard(r)) for r in range(case.ranks)]
             self._exact = torch.cat(blocks, dim=1)[:, : case.vocab]
-        base = compare.relative_error(self.own, self._exact)
-        error = compare.relative_error(got, self._exact) / base
+        exact = self._exact[chosen]
+        base = compare.relative_error(self.group[chosen], exact)
+        error = compare.relative_error(got, exact) / base
         if error <= measure.ERROR_FACTOR:
             return Verdict(True, f"to rounding, {error:.2f} of torch's error")
         return Verdict(False, f"WRONG: {difference}")
 
     def forget(self) -> None:
         """Give the memory back before anything is timed."""
-        self.own, self._exact = self.own.new_empty(0), None
+        self.group, self._exact = self.group.new_empty(0), None
 
 
 def _build(
@@ -297,8 +306,8 @@ def _build(
                 ready[0].whole()
                 return ready, Verdict(True, "a part")
             if ready[0].check is not None:
-                return ready, _judge_tokens(ready[0].check(truth.own))
-            return ready, truth.judge(ready[0].whole())
+                return ready, _judge_tokens(ready[0].check(truth.group))
+            return ready, truth.judge(ready[0].whole(), ready[0].grouped)
     except Exception as error:  # a backend or a compiler that cannot
         first = (str(error).strip().splitlines() or [""])[0]
         return [], Verdict(False, f"not here: {type(error).__name__}: {first}"[:160])
@@ -315,7 +324,7 @@ def _judge_staged(method: Method, truth: Truth) -> Verdict:
     if method.check is not None:  # of both calls at once
         return _judge_tokens("")
     with _poisoned_memory(True):
-        return truth.judge(method.staged(lambda stage: None))
+        return truth.judge(method.staged(lambda stage: None), method.grouped)
 
 
 @contextlib.contextmanager
@@ -368,12 +377,19 @@ def _bare_rates(rows: Sequence[Row]) -> list[float]:
     return [0.0, *(row.bytes / (min(row.each_ms) * 1e-3) for row in bare)]
 
 
+def _hidden_bytes(name: str, case: Case) -> int:
+    """Those of hidden rows that a method moves."""
+    if name in PEERS:
+        return case.hidden * case.itemsize * case.rows * (case.ranks - 1)
+    return gathered_bytes(case.rows_of(0), case.hidden, case.itemsize)
+
+
 def _flags(row: Row, case: Case, limits: Limits, exchange_only: bool) -> list[str]:
     found = []
     if row.counted_bytes != row.bytes:
         found.append(f"moved {row.counted_bytes} bytes where the arithmetic says {row.bytes}")
-    hidden = 0 if exchange_only or row.roof else case.rows * case.hidden * case.itemsize
-    logits = row.bytes - hidden * (case.ranks - 1)
+    hidden = 0 if exchange_only or row.roof else _hidden_bytes(row.name, case)
+    logits = row.bytes - hidden
     took = row.stages.get(EXCHANGE, 0.0)
     if took and logits > 0 and row.name != "c":
         why = timing.implausible(logits, took * 1e-3, limits.wire, rates.MARGIN)

@@ -8,12 +8,12 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmhead.bench import machine
 from lmhead.bench.gpu_report import columns
 from lmhead.bench.kernels_bench import COPY, PERMUTE, is_ours
-from lmhead.bench.methods import CANDIDATES, OURS
+from lmhead.bench.methods import CANDIDATES, LAYOUTS_ONLY, OURS
 from lmhead.bench.peers import EXCHANGE, GATHER, GEMM, STAGES
 from lmhead.bench.results import Change, Report, Row
 from lmhead.bench.roofline import PUBLISHED_SOURCE, PUBLISHED_STEP, Limits, break_even, published
@@ -129,7 +129,7 @@ def claims(rows: Sequence[Row]) -> Iterator[str]:
     ours = by_name.get(OURS)
     if ours is None or not ours.ms:
         return
-    for name in ("a", "a-lean", "e", "b", "c"):
+    for name in ("a", "a-lean", "e", "b", "c", *LAYOUTS_ONLY):
         peer = by_name.get(name)
         if peer is not None and peer.each_ms:
             slower, faster = peer.over(ours), ours.over(peer)
@@ -300,7 +300,7 @@ def _break_even_lines(report: Report) -> Iterator[str]:
     for name, limits in known:
         if limits.name.startswith("this machine"):
             case = next(row.case for row in report.rows if f"N = {row.ranks}" == name)
-            serial = break_even(limits, case.step)
+            serial = break_even(limits, replace(case, dp_size=None).step)
             words = "never" if serial == 1 else f"below B = {serial}"
             yield f"this machine, {name}, by its floors in series: {words}"
 

@@ -19,7 +19,7 @@ from lmhead.timing import Timing
 
 FORMAT = 1
 # What makes two rows of two files the same measurement.
-KEY = ("model", "vocab", "hidden", "ranks", "rows", "dtype", "part", "name", "sample")
+KEY = ("model", "vocab", "hidden", "ranks", "rows", "dtype", "part", "name", "sample", "groups")
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Row:
     checked: str
     part: str = ""  # of `bench kernels`: "gemm" or "reassembly"
     sample: str = ""  # what is drawn, of a method that ends in tokens
+    dp_size: int | None = None  # attention groups, where they were asked for
     ms: float | None = None
     spread_ms: float = 0.0
     each_ms: list[float] = field(default_factory=list)
@@ -68,7 +69,13 @@ class Row:
 
     @property
     def case(self) -> Case:
-        return Case(self.model, self.vocab, self.hidden, self.ranks, self.rows, self.dtype)
+        sizes = self.model, self.vocab, self.hidden, self.ranks, self.rows, self.dtype
+        return Case(*sizes, self.dp_size)
+
+    @property
+    def groups(self) -> int:
+        """Attention groups, asked for or not."""
+        return self.ranks if self.dp_size is None else self.dp_size
 
     @property
     def key(self) -> tuple[Any, ...]:

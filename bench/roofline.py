@@ -66,6 +66,7 @@ class Step:
     wire_itemsize: int = 2
     logits_itemsize: int = 2
     softcap: bool = False
+    layout: Layout | None = None  # how T rows are held; None: every rank holds its own B
 
     @property
     def shard(self) -> int:
@@ -83,10 +84,12 @@ class Step:
 
 
 def stages(device: Device | Limits, step: Step) -> list[Stage]:
-    """The stages of the all-to-all route in order, every rank having `step.rows` rows of its own;
-    what one rank alone does not need is left out.
+    """The stages of the all-to-all route in order, every rank owning `step.rows` rows; what one
+    rank alone does not need is left out.
     """
-    return owned_stages(device, step, Rows((step.rows,) * step.ranks, 0))
+    layout = Layout.data_parallel(step.ranks) if step.layout is None else step.layout
+    held = [step.total // layout.cells] * layout.cells
+    return owned_stages(device, step, layout.rows(held, 0))
 
 
 def owned_stages(

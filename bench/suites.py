@@ -117,18 +117,22 @@ def _bytes(case: Case, settings: Settings) -> int:
     partial, names = case.total * case.shard * case.itemsize, set(settings.names)
     twice = 2 if settings.stages else 1  # the stages have buffers of their own
     ours = sum(name.startswith("lmhead") for name in names)
-    own = (4 + 2 * twice * ours) * partial + 3 * case.rows * case.vocab * 4
+    kept = case.rows_of(0).group_total
+    own = (4 + 2 * twice * ours) * partial + 3 * kept * case.vocab * 4
     fresh = {"a": 2, "a-lean": 1, "e": 3}
     full = names | {methods.SAMPLED[name][0] for name in names if name in methods.SAMPLED}
     everything = max([0, *(count for name, count in fresh.items() if name in full)])
     everything += twice if "lmhead-all-gather" in names else 0
+    if "lmhead-replicate" in names and not case.layout.plain:
+        # Copies for a group's ranks, and what they are sent: as many; or all logits of all ranks.
+        own += 2 * twice * case.layout.span * partial
     own += everything * case.ranks * partial
     if settings.exchange_only:
         return own
     if names & set(methods.DRAWING):
         ours = sum(name in names for name in (methods.CANDIDATES, "lmhead-torch"))
         ours += "lmhead-torch-lean" in names
-        own += 2 * ours * partial + 8 * case.rows * case.vocab * 4  # a sampler's copies
+        own += 2 * ours * partial + 8 * kept * case.vocab * 4  # a sampler's copies
     weight = case.shard * case.hidden * case.itemsize
     return own + weight * (6 + (2 * case.ranks if "g" in settings.names else 0))
 

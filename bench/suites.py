@@ -132,7 +132,7 @@ def _bytes(case: Case, settings: Settings) -> int:
     if names & set(methods.DRAWING):
         ours = sum(name in names for name in (methods.CANDIDATES, "lmhead-torch"))
         ours += "lmhead-torch-lean" in names
-        own += 2 * ours * partial + 8 * kept * case.vocab * 4  # a sampler's copies
+        own += 2 * ours * partial + 8 * case.rows * case.vocab * 4  # a sampler's copies
     weight = case.shard * case.hidden * case.itemsize
     return own + weight * (6 + (2 * case.ranks if "g" in settings.names else 0))
 

@@ -27,8 +27,8 @@ from lmhead.bench.results import Report, Row
 from lmhead.bench.torch_sampler import Sampler, engine_sample, lean_sample
 
 ROOT = Path(__file__).resolve().parent.parent
-# f is compiled, which takes its ranks many seconds: it has a test of its own.
-QUICK = [name for name in methods.NAMES if name != "f"]
+# f is compiled, which takes its ranks many seconds: it has a test of its own, as layouts have.
+QUICK = [name for name in methods.NAMES if name not in ("f", *methods.LAYOUTS_ONLY)]
 SMALL = ["--vocab", "1001", "--hidden", "32", "--rounds", "4"]
 
 
@@ -137,6 +137,85 @@ def test_drawing_is_told_in_words_and_drawn_as_stages(
     assert "tokens are drawn with temperature=0.7,top_k=20,top_p=0.8\n" in text
     assert "round by round, a + torch sampling takes " in text and "after the GEMM, " in text
     assert (tmp_path / "head-stages.png").stat().st_size > 10_000
+
+
+def test_layouts_are_cases_of_one_run_with_the_same_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--ranks", "4", "--rows", "3", "--dp-size", "4", "2", "1")
+    found = as_json(capsys, "head", *SMALL, *sizes, "--methods", *QUICK, *methods.LAYOUTS_ONLY)
+    assert_sound(found["rows"])
+    by_case = {
+        dp_size: {row["name"]: row for row in found["rows"] if row["dp_size"] == dp_size}
+        for dp_size in (4, 2, 1)
+    }
+    assert set(by_case[4]) == set(QUICK)
+    assert set(by_case[2]) == set(by_case[1]) == set(methods.IN_LAYOUTS)
+    # 1001 / 4: padding is moved as well.
+    block, row = 3 * 251 * 2, 32 * 2
+    for dp_size, rows in by_case.items():
+        span = 4 // dp_size
+        hidden = (12 - 3 * span) * row  # all but those that a rank holds
+        slices = 0 if dp_size == 1 else 3 * 3 * row  # a, which gathers what ranks own
+        moved = {name: row["bytes"] for name, row in rows.items()}
+        assert moved["lmhead"] == moved["lmhead-fp32"] == hidden + 3 * block
+        assert moved["lmhead-all-gather"] == hidden + 3 * 4 * block
+        assert moved["a"] == moved["a-lean"] == slices + 3 * 4 * block
+        assert moved["roof-all-to-all"] == 3 * block and moved["roof-gemm"] == 0
+        if dp_size < 4:
+            assert moved["lmhead-replicate"] == hidden + span * 3 * block
+        # top_k=20: 40 words a message; tokens and their status to the rest of the group.
+        drawn = (12 - 3 * span) * (row + 4 * 8) + 9 * 4 * 40 + (span - 1) * 3 * 9
+        assert moved["candidates"] == drawn
+    gathering = {
+        dp_size: "hidden gather" in rows["a"]["stages"] for dp_size, rows in by_case.items()
+    }
+    assert gathering == {4: True, 2: True, 1: False}
+    assert list(by_case[2]["candidates"]["stages"])[-2:] == ["draw", "share"]
+    floors = [rows["lmhead"]["floor_ms"] for rows in by_case.values()]
+    assert floors[0] > floors[1] > floors[2]  # the fewer hidden rows are gathered
+    first, second = found["notes"][-2:]
+    assert "of the rows that a rank owns" in first
+    left_out = [name for name in QUICK if name not in methods.IN_LAYOUTS]
+    assert second.startswith(f"there {', '.join(left_out)} are left out")
+
+
+def test_a_layout_is_named_saved_and_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    names = ("--methods", "lmhead", "lmhead-replicate", "candidates", "a")
+    sizes = (*SMALL, "--ranks", "4", "--rows", "2", "--dp-size", "2", "1", *names)
+    saved = tmp_path / "layouts.json"
+    text = bench(capsys, "head", *sizes, "--save", str(saved), "--plot", str(tmp_path))
+    case = "N = 4, B = 2, bf16, 2 attention groups of 2 tensor-parallel ranks"
+    assert f"custom: V = 1001, H = 32, {case}; floor" in text
+    assert text.count("round by round, a takes ") == 2
+    assert text.count("round by round, lmhead-replicate takes ") == 2
+    assert "are left out" not in text
+    assert all((tmp_path / f"head-stages-{i}.png").stat().st_size > 10_000 for i in range(2))
+    again = bench(capsys, "head", *sizes, "--compare", str(saved))
+    assert "new over old" in again
+    cells = [line for line in again.split("new over old")[1].splitlines() if "lmhead" in line]
+    assert len(cells) >= 4
+    lines = bench(capsys, "head", *sizes, "--csv").splitlines()
+    (header,) = [i for i, line in enumerate(lines) if line.startswith("model,")]
+    assert {row["dp_size"] for row in csv.DictReader(lines[header:])} == {"2", "1"}
+
+
+def test_a_file_from_before_layouts_is_one_of_data_parallel_ranks(tmp_path: Path) -> None:
+    made(3.0).save(tmp_path / "run.json")
+    old = json.loads((tmp_path / "run.json").read_text())
+    for row in old["rows"]:
+        del row["dp_size"]
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    before = results.load(tmp_path / "run.json")
+    assert before == made(3.0)
+    same, mixed = made(6.0), made(6.0)
+    same.rows[0].dp_size, mixed.rows[0].dp_size = 2, 1
+    assert [change.ratio for change in results.compare(before, same)] == [2.0]
+    with pytest.raises(ValueError, match="no case in common"):
+        results.compare(before, mixed)
 
 
 @pytest.mark.parametrize("torch_sample", [engine_sample, lean_sample])
@@ -379,6 +458,10 @@ def test_a_file_that_is_none_is_one_line(
         ["head", "--sample", "temperature=-1"],
         ["head", "--sample", "top_p=0.9,top_p=0.8"],
         ["exchange", "--sample", "top_k=2"],
+        ["head", "--dp-size", "0"],
+        ["exchange", "--dp-size", "2"],
+        ["scale", "--dp-size", "2"],
+        ["kernels", "--dp-size", "2"],
         ["kernels", "--rounds", "many"],
         ["scale", "--json", "--csv"],
         ["head", "--compare", "x", "--fail-over", "nan"],
@@ -401,6 +484,10 @@ def test_bad_arguments_exit_with_2(
         (["head", "--vocab", "10", "--hidden", "8", "--model", "kimi"], "not by both"),
         (["head", "--save", "/nowhere/at/all.json"], "/nowhere/at is no directory"),
         (["head", "--compare", "/nowhere.json"], "/nowhere.json"),
+        (["head", "--dp-size", "8", "3"], "--dp-size 3 does not divide 8 ranks"),
+        (["head", "--ranks", "4", "--dp-size", "8"], "--dp-size 8 does not divide 4 ranks"),
+        (["head", "--methods", "lmhead-replicate"], "lmhead-replicate is for layouts"),
+        (["head", "--dp-size", "2", "--methods", "b", "g"], "none of b, g knows attention groups"),
     ],
 )
 def test_what_cannot_be_is_one_line(

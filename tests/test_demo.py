@@ -151,7 +151,8 @@ def test_a_sequence_draws_by_its_own_seed_whatever_rank_has_it() -> None:
     assert routes == {"candidates": 2}
 
 
-def test_torchrun_ranks_are_used_as_found() -> None:
+@pytest.mark.parametrize("dp_size", [2, 1])
+def test_torchrun_ranks_are_used_as_found(dp_size: int) -> None:
     torchrun = [
         sys.executable,
         "-m",
@@ -166,6 +167,8 @@ def test_torchrun_ranks_are_used_as_found() -> None:
         "synthetic",
         "--ranks",
         "7",
+        "--dp-size",
+        str(dp_size),
         "--rounds",
         "2",
         "--json",
@@ -173,7 +176,7 @@ def test_torchrun_ranks_are_used_as_found() -> None:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # one rank prints
-    assert report["ranks"] == 2 and report["identical"]
+    assert report["ranks"] == 2 and report["dp_size"] == dp_size and report["identical"]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,73 @@ def test_wrong_tokens_get_no_figure() -> None:
             assert row.checked.endswith("(rank 1)")
 
 
+# Layouts: two attention groups of two ranks.
+
+MIXED = replace(CASE, ranks=4, dp_size=2)
+
+
+def _own_alone(inputs: Inputs) -> Exchange:
+    """Ends with the own rows, and not with all of the attention group's."""
+    right = peers._all_gather_own(inputs)
+    return lambda partial, mark: right(partial, mark)[inputs.mine]
+
+
+def _other_group(inputs: Inputs) -> Exchange:
+    """Right but for the rows, on the last rank."""
+    right = peers._all_gather_own(inputs)
+    return lambda partial, mark: right(partial, mark).roll(inputs.rank // 3, dims=0)
+
+
+def job_in_layout(rank: int, ranks: int, exchange: Any, exchanges: str) -> list[Row]:
+    odd = Peer("a", "an odd one", peers._plain(exchange), exchanges=exchanges)
+    with mock.patch.dict(PEERS, {"a": odd}):  # type: ignore[arg-type]
+        return measured(rank, MIXED, ("lmhead", "a", "lmhead-replicate"), exchange_only=False)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "exchanges", "words"),
+    [
+        (_own_alone, "all_gather", "WRONG: "),
+        (_other_group, "all_gather", "WRONG: "),
+        (peers._all_gather_own, "all_to_all", "moved 1008 bytes where the arithmetic says 468"),
+    ],
+)
+def test_what_is_wrong_in_a_layout_is_found(
+    exchange: Callable[..., Any], exchanges: str, words: str
+) -> None:
+    for rows in pool(4).run(job_in_layout, exchange, exchanges):
+        ours, odd, replicated = rows
+        for right in (ours, replicated):
+            assert right.ms and right.checked == "bit for bit"
+            assert right.bytes == right.counted_bytes
+        if exchanges == "all_gather":
+            assert odd.ms is None and odd.checked.startswith(words)
+        else:
+            assert words in odd.flags
+        if exchange is _other_group:
+            assert odd.checked.endswith("(rank 3)")
+
+
+def job_split_logits(rank: int, ranks: int) -> list[Row]:
+    """A replicating head that hands out the rows of its rank's own alone."""
+    wrong = replace(methods.OUR_WAYS[0], name="lmhead-replicate", replicate=False)
+    ways = (*methods.OUR_WAYS[:-1], wrong)
+    with (
+        mock.patch.object(methods, "OUR_WAYS", ways),
+        mock.patch.object(methods, "_our_method", _called_grouped(methods._our_method)),
+    ):
+        return measured(rank, MIXED, ("lmhead-replicate",), exchange_only=False)
+
+
+def _called_grouped(real: Callable[..., methods.Method]) -> Callable[..., methods.Method]:
+    return lambda *given: replace(real(*given), grouped=True)
+
+
+def test_a_replicating_head_must_end_with_all_rows_of_its_group() -> None:
+    for rows in pool(4).run(job_split_logits):
+        assert rows[0].ms is None and rows[0].checked.startswith("WRONG: ")
+
+
 # Agree; the same number of calls, whatever the clocks say (I12).
 
 
@@ -341,7 +408,51 @@ def test_collectives_of_a_call_are_counted_together() -> None:
     assert pool(2).run(job_count) == [(8 + 12, 0)] * 2
 
 
+def job_count_splits(rank: int, ranks: int) -> tuple[int, int]:
+    """An all-to-all that leaves out the neighbour, beside one with equal blocks; and one whose
+    splits happen to be equal.
+    """
+    ins, outs = [0] * ranks, [0] * ranks
+    for peer in (rank, (rank + 2) % ranks):
+        ins[peer] = outs[peer] = 3
+    send, receive = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)
+
+    def both() -> None:
+        dist.all_to_all_single(receive, send, outs, ins)
+        dist.all_to_all_single(torch.zeros(8), torch.zeros(8))
+
+    def even() -> None:
+        dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [2] * ranks, [2] * ranks)
+
+    return counted.count(both, ranks), counted.count(even, ranks)
+
+
+def test_split_sizes_say_what_crosses() -> None:
+    """Half of what is handed stays, where the backend's record would have it be a quarter."""
+    assert pool(4).run(job_count_splits) == [(3 * 2 + 6 * 4, 6 * 4)] * 4
+
+
+def test_what_no_backend_has_seen_is_not_counted() -> None:
+    seen = [("gloo:all_gather", 12), ("gloo:all_to_all", 12), ("gloo:all_to_all", 8)]
+    assert counted.total(seen, [], 4) == 36 + 9 + 6
+    assert counted.total(seen, [counted.Split(12, 6)], 4) == 36 + 6 + 6
+    assert counted.total(seen, [counted.Split(12, 6)] * 2, 4) == 36 + 6 + 6
+    assert counted.total([], [counted.Split(12, 6)], 4) == 0
+
+
 # The roofline.
+
+
+def test_a_layout_gathers_what_a_rank_does_not_hold() -> None:
+    """T - brought hidden rows, and none where every rank holds all; the rest as it was."""
+    plain = roofline.stages(LIMITS, replace(CASE, ranks=4).step)
+    mixed = roofline.stages(LIMITS, MIXED.step)
+    whole = roofline.stages(LIMITS, replace(MIXED, dp_size=1).step)
+    row = MIXED.hidden * MIXED.itemsize
+    assert plain[0].wire_bytes == 9 * row and mixed[0].wire_bytes == 6 * row
+    assert mixed[0].memory_bytes == (6 + 12) * row
+    assert plain[1:] == mixed[1:] == whole and plain[0].name == "hidden gather"
+    assert replace(MIXED, dp_size=4).step == replace(CASE, ranks=4).step
 
 
 def job_rates(rank: int, ranks: int) -> Limits:

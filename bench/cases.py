@@ -90,9 +90,8 @@ class Case:
     def step(self) -> Step:
         """The same for the roofline."""
         size = self.itemsize
-        brought = None if self.layout.plain else self.rows_of(0).brought
         sizes = self.vocab, self.hidden, self.ranks, self.rows
-        return Step(*sizes, size, size, size, brought=brought)
+        return Step(*sizes, size, size, size, layout=self.layout)
 
     def __str__(self) -> str:
         text = (

@@ -72,6 +72,8 @@ def job(rank: int, ranks: int, blocks: list[str]) -> dict[str, object]:
         "weight_shard": weight[rank * shard : (rank + 1) * shard],
         "hidden": own,
         "few": own[: FEW[rank]],
+        "held": rows[rank // 2 * ROWS : (rank // 2 + 1) * ROWS],
+        "few_held": rows[: (3, 5)[rank // 2]],
         "rows": rows,
         "partial": rows @ weight[rank * shard : (rank + 1) * shard].t(),
         "engine_buffer": torch.empty(ROWS, VOCAB, dtype=torch.bfloat16),
@@ -108,6 +110,9 @@ def job(rank: int, ranks: int, blocks: list[str]) -> dict[str, object]:
         "ids": names["ids"].tolist(),
         "status": names["found"].status.tolist(),
         "drawn": names["found"].route.name,
+        "owned": tuple(names["owned"].shape),
+        "whole": torch.equal(names["whole"], names["held"] @ weight.t()),
+        "held": torch.equal(names["tokens_held"], names["whole"].argmax(dim=1)),
     }
 
 
@@ -118,12 +123,14 @@ def python_blocks() -> list[str]:
 
 def test_python_blocks_run_and_give_the_logits() -> None:
     text, blocks = (ROOT / "README.md").read_text(), python_blocks()
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for rank, found in enumerate(ranks.pool(RANKS).run(job, blocks)):
         replayed = [counts[rank] for counts in SCHEDULE]
         assert found["rows"] == [ROWS, FEW[rank], *[ROWS] * 5, *replayed, ROWS]
         assert found["wrong"] == [] and found["tokens"] and found["tied"]
         assert all(0 <= token < VOCAB and token % 2 == 0 for token in found["ids"])
+        assert found["whole"] and found["held"]
+        assert found["owned"] == ((2, 1, 3, 2)[rank], VOCAB)
         assert found["status"] == [0] * ROWS and found["drawn"] == "candidates"
         assert f"# {found['route']}" in text
 
@@ -175,6 +182,18 @@ def test_bench_commands_and_pictures_exist() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert len(pictures) == 2
     assert all(1_000 < (ROOT / picture).stat().st_size < 100_000 for picture in pictures)
+
+
+def test_the_explanation_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line of it, in order, but for those that "..." stands for."""
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^\.venv/bin/lmhead (explain .*)$", text, flags=re.MULTILINE)
+    assert cli.main(command.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for first in ("who owns which of", "all_to_all (policy auto)"):
+        (block,) = [part for part in text.split("```\n") if part.startswith(first)]
+        lines = iter(printed)
+        assert all(line in lines for line in block.splitlines() if line.strip() != "...")
 
 
 def test_no_placeholder_is_left() -> None:

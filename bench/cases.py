@@ -84,7 +84,7 @@ class Case:
 
     def rows_of(self, rank: int) -> Rows:
         layout = self.layout
-        return layout.rows([self.total // layout.cells] * layout.cells, rank)
+        return layout.rows([self.total // layout.sets] * layout.sets, rank)
 
     @property
     def step(self) -> Step:

@@ -148,7 +148,7 @@ def command_of(config: ParallelConfig, arguments: argparse.Namespace) -> str:
     for name in ("model", "vocab", "hidden"):
         if getattr(arguments, name) is not None:
             words += [f"--{name}", getattr(arguments, name)]
-    words += _rows_words(arguments.rows, arguments.row_counts, config.layout().cells)
+    words += _rows_words(arguments.rows, arguments.row_counts, config.layout().sets)
     if arguments.logits != "16":
         words += ["--logits", arguments.logits]
     if arguments.device != "b200":
@@ -161,8 +161,8 @@ def _either(name: str, value: bool) -> str:
     return name if value else f"--no-{name[2:]}"
 
 
-def _rows_words(rows: int | None, counts: Sequence[int] | None, cells: int) -> list[str | int]:
-    if counts is not None and len(counts) == cells:
+def _rows_words(rows: int | None, counts: Sequence[int] | None, sets: int) -> list[str | int]:
+    if counts is not None and len(counts) == sets:
         return ["--row-counts", *counts]
     rows = max(counts) if counts else rows
     return ["--rows", rows] if rows else []

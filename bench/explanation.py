@@ -213,9 +213,9 @@ def explain(
     if refused is not None:
         raise ValueError(refused.reason)
     layout = config.layout()
-    given = [rows] * layout.cells if row_counts is None else list(row_counts)
+    given = [rows] * layout.sets if row_counts is None else list(row_counts)
     every = tuple(layout.rows(given, rank) for rank in range(layout.ranks))
-    counts = every[0].cells
+    counts = every[0].held
 
     def decided(name: str) -> Decision:
         return policies.decide(

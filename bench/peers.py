@@ -81,7 +81,7 @@ class Inputs:
     @property
     def all_held(self) -> bool:
         """Whether every rank holds all rows before the step."""
-        return self.case.ranks > 1 and self.case.layout.cells == 1
+        return self.case.ranks > 1 and self.case.layout.sets == 1
 
     @property
     def mine(self) -> slice:
@@ -111,7 +111,7 @@ class Peer:
     def bytes(self, case: Case, exchange_only: bool, device: torch.device) -> int:
         """Bytes that cross a rank's link in one call, by arithmetic."""
         others, rows = case.ranks - 1, 0 if exchange_only else case.rows
-        if case.layout.cells == 1:
+        if case.layout.sets == 1:
             rows = 0  # every rank holds them all
         own = rows * case.hidden * case.itemsize
         hidden = {"all_gather": own * others, "all_reduce": 2 * own * others, "": 0}[self.gathers]

@@ -88,7 +88,7 @@ def stages(device: Device | Limits, step: Step) -> list[Stage]:
     rank alone does not need is left out.
     """
     layout = Layout.data_parallel(step.ranks) if step.layout is None else step.layout
-    held = [step.total // layout.cells] * layout.cells
+    held = [step.total // layout.sets] * layout.sets
     return owned_stages(device, step, layout.rows(held, 0))
 
 
@@ -217,7 +217,7 @@ def layout_break_even(device: Device | Limits, step: Step, layout: Layout) -> in
 
     def pays(rows: int) -> bool:
         # Rank 0 owns as many rows as any, so no rank's floor is above its own.
-        counts = [rows] * layout.cells
+        counts = [rows] * layout.sets
         alone = floor(small, group_head_rows(layout, counts, 0))
         return floor(whole, layout.rows(counts, 0)) < alone
 

@@ -301,7 +301,7 @@ def _greedy(
         ids = logits.argmax(dim=-1)
         gaps = logits.new_tensor([compare.top2_gap(row) for row in logits], dtype=torch.float64)
         if layout is not None and share is not None:
-            held = [hidden.shape[0]] * layout.cells
+            held = [hidden.shape[0]] * layout.sets
             ids, gaps = share(ids, held), share(gaps, held)
         return ids, gaps.tolist()
 
@@ -583,7 +583,7 @@ def _synthetic_job(
         rows = layout.own_rows(SYNTHETIC_ROWS, None, rank)
         first = rows.start - rows.group_start
         error, same = _check(hidden, slice(first, first + rows.own), full, logits)
-        tokens = heads["asked"].share(logits[-1].argmax(dim=1), list(rows.cells))
+        tokens = heads["asked"].share(logits[-1].argmax(dim=1), list(rows.held))
     assert isinstance(tokens, torch.Tensor)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (error, same, tokens.tolist()))

@@ -173,7 +173,7 @@ def _gather(
     """All ranks' hidden rows and records, by one collective: [T, H] of some stride, [T, ...].  None
     is needed where every rank holds all rows.
     """
-    if len(plan.rows.cells) == 1:
+    if len(plan.rows.held) == 1:
         return hidden, records
     begin = plan.rows.brought_start - plan.rows.group_start
     records = records.rows(slice(begin, begin + hidden.shape[0]))

@@ -280,7 +280,7 @@ class LMHead(nn.Module):
 
         In a layout whose attention groups have several ranks, hidden are the rows that this rank
         holds, `row_counts` has one count per set of ranks that hold the same rows
-        (`Layout.cells`), and the result has the rows that this rank owns: an equal part of its
+        (`Layout.sets`), and the result has the rows that this rank owns: an equal part of its
         group's, in the order of `last_rows`.  `replicate=True` gives each rank all G rows of its
         group, [G, V], for as many times the bytes as the group has ranks (`lmhead explain` says how
         many).
@@ -304,7 +304,7 @@ class LMHead(nn.Module):
     ) -> torch.Tensor:
         """The same for an engine that has gathered the rows already: gathered [T, H], in rank
         order (of those that hold them), equal on all ranks.  T is a multiple of N (of
-        `Layout.cells`), or `row_counts` adds up to it.  No hidden row is moved.
+        `Layout.sets`), or `row_counts` adds up to it.  No hidden row is moved.
         """
         if torch.compiler.is_compiling():
             self._open()
@@ -408,7 +408,7 @@ class LMHead(nn.Module):
         """Do everything that a first call does, for each entry of `rows`, before a capture or a
         memory measurement.
 
-        An entry is B, the same on every rank, or a list of N counts (of `Layout.cells` counts: of
+        An entry is B, the same on every rank, or a list of N counts (of `Layout.sets` counts: of
         the rows that ranks hold).  Runs both collectives once
         with 4 MiB per peer on CUDA, allocates the buffers for the largest, compiles and loads every
         kernel; after it nothing persistent is allocated.  With `out`, a buffer of at least as many
@@ -442,14 +442,14 @@ class LMHead(nn.Module):
             call = Call("warmup", (), self.shard, str(self.weight.dtype).removeprefix("torch."), 0)
             if self._chooser.agree(self._comm, self._sizes, call, device):
                 self._warmed.clear()
-        largest = max(max(counts.cells) for counts in wanted)
-        sets = self._layout.cells
+        largest = max(max(counts.held) for counts in wanted)
+        sets = self._layout.sets
         ops.reserve_gather(self._comm, sets, largest, self._workspace, self.weight)
         for counts in sorted(wanted, key=lambda known: known.total, reverse=True):
             hidden = torch.zeros(
                 (counts.brought, self.weight.shape[1]), dtype=self.weight.dtype, device=device
             )
-            given = list(counts.cells)
+            given = list(counts.held)
             with torch.no_grad():
                 for whole in (False, True) if replicate else (False,):
                     self._call(hidden, given, None, gathered=False, replicate=whole, warming=True)
@@ -464,7 +464,7 @@ class LMHead(nn.Module):
                     self._warm_sample(hidden, counts, sample)
         after = memory.read(device)
         return WarmupReport(
-            rows=tuple(counts.cells for counts in wanted),
+            rows=tuple(counts.held for counts in wanted),
             workspace_bytes=self._workspace.bytes(),
             collective_bytes=moved,
             communicator_bytes=self._communicator,
@@ -472,7 +472,7 @@ class LMHead(nn.Module):
             before=before,
             after=after,
             configs={
-                counts.cells: self._chooser.choices(counts, self._sizes)
+                counts.held: self._chooser.choices(counts, self._sizes)
                 for counts in wanted
                 if self._chooser is not None
             },
@@ -576,7 +576,7 @@ class LMHead(nn.Module):
     def _choose(
         self, asked: str | None, rows: Rows | None = None, replicate: bool = False
     ) -> Route:
-        held = None if rows is None else rows.cells
+        held = None if rows is None else rows.held
         layout, backend = self._layout, self._comm.backend
         return choose_by(Facts(self.ranks, backend, asked, layout, held, replicate, self._policy))
 
@@ -627,10 +627,10 @@ class LMHead(nn.Module):
         self._agree(plan, error, capturing, op="logits", gathered=gathered, replicate=replicate)
         assert plan is not None
         into = None if out is None else (out.stride(0), out.data_ptr() % 16)
-        key = (plan.rows.cells, replicate, into)
+        key = (plan.rows.held, replicate, into)
         if capturing:
             self._require_warm(key)
-            if (gathered or self._layout.cells == 1) and plan.kernels == "triton":
+            if (gathered or self._layout.sets == 1) and plan.kernels == "triton":
                 _require_plain(hidden)
         self._workspace.capturing(capturing)
         self._last_route, self._last_rows = plan.route, plan.rows
@@ -697,7 +697,7 @@ class LMHead(nn.Module):
         same call, or all raise.
         """
         if self._check_calls and not capturing:
-            counts = () if plan is None else plan.rows.cells
+            counts = () if plan is None else plan.rows.held
             fields = {**said, "call": self._calls, "row_counts": list(counts)}
             dtype = str(self._wire_dtype).removeprefix("torch.")
             call = Call("check", counts, self.shard, dtype, self._calls)
@@ -742,12 +742,12 @@ class LMHead(nn.Module):
         said = {"op": "sample", "form": form.to_list(), "sample route": route, "share": share}
         self._agree(plan, error, capturing, **said)
         assert plan is not None
-        key = (plan.rows.cells, False, (form, full, share))
+        key = (plan.rows.held, False, (form, full, share))
         if capturing:
             self._require_warm(key)
             if form.may_miss and form.fallback and not full:
                 raise RuntimeError(draw.not_known_in_a_capture(form))
-            if self._layout.cells == 1 and plan.kernels == "triton":
+            if self._layout.sets == 1 and plan.kernels == "triton":
                 _require_plain(hidden)
         self._workspace.capturing(capturing)
         rank, rows = self._comm.rank, plan.rows.group_total
@@ -822,7 +822,7 @@ class LMHead(nn.Module):
         given = {name: cut(value) for name, value in parameters.items()}
         route, request = given.pop("route", None), Request(**given)
         for share in (False,) if self._layout.plain else (False, True):
-            self._sample(hidden, list(rows.cells), route, request, share=share, warming=True)
+            self._sample(hidden, list(rows.held), route, request, share=share, warming=True)
 
     @property
     def _sampled_columns(self) -> int:
@@ -869,7 +869,7 @@ class LMHead(nn.Module):
         ranks, rank = self._comm.ranks, self._comm.rank
         rows = hidden.shape[0]
         if self._by_held:
-            equal = rows // self._layout.cells if gathered else rows
+            equal = rows // self._layout.sets if gathered else rows
             group, _, own = self._layout.traced(row_counts, equal, rank)
             rows = group if replicate else own
         elif gathered or row_counts is not None:
@@ -969,7 +969,7 @@ class LMHead(nn.Module):
         )
 
     def _entry(self, entry: int | Sequence[int]) -> Rows:
-        counts = [entry] * self._layout.cells if isinstance(entry, int) else list(entry)
+        counts = [entry] * self._layout.sets if isinstance(entry, int) else list(entry)
         return self._layout.rows(counts, self._comm.rank)
 
     def _open(self) -> None:

@@ -163,7 +163,7 @@ def check_call(
             fields = {
                 "op": op,
                 "vocab_size": plan.vocab_size,
-                "row_counts": list(plan.rows.cells),
+                "row_counts": list(plan.rows.held),
                 "replicate": plan.replicate,
                 "shard": plan.shard,
                 "dtype": call.dtype,
@@ -186,11 +186,11 @@ def run_gather(
     brings each rank only what it does not hold.  An all-gather has no uneven form, so ranks with
     fewer rows send as many as the largest; their tails are left out when the rows are closed up.
     """
-    if len(rows.cells) == 1:
+    if len(rows.held) == 1:
         return hidden
     if comm.gathers_by_exchange or (rows.copies > 1 and comm.exchanges):
         return _gather_by_exchange(comm, rows, work, hidden, call)
-    if rows.held is not None:
+    if rows.holding is not None:
         hidden, rows = _apart(hidden, rows)
     width, largest = hidden.shape[1], rows.largest
     own = hidden
@@ -213,7 +213,7 @@ def run_gather(
 
 def _apart(hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, Rows]:
     """Rows that several ranks hold, dealt out to them: those that this rank sends."""
-    counts = [part for count in rows.cells for part in shapes.share_evenly(count, rows.copies)]
+    counts = [part for count in rows.held for part in shapes.share_evenly(count, rows.copies)]
     apart = Rows(tuple(counts), rows.rank)
     begin = apart.start - rows.brought_start
     return hidden[begin : begin + apart.own], apart
@@ -227,15 +227,15 @@ def _gather_by_exchange(
     set's from itself.  An all-to-all takes split sizes: no count is padded, and the rows land
     closed up.
     """
-    sets, brought, width = len(rows.cells), rows.brought, hidden.shape[1]
+    sets, brought, width = len(rows.held), rows.brought, hidden.shape[1]
     copies = work.take(_COPIES, sets * brought * width, hidden.dtype, hidden.device)
     copies.view(sets, brought, width).copy_(hidden)
     gathered = work.take("gathered rows", rows.total * width, hidden.dtype, hidden.device)
     out_splits = in_splits = None
-    if rows.copies > 1 or len(set(rows.cells)) > 1:
+    if rows.copies > 1 or len(set(rows.held)) > 1:
         place = rows.rank % rows.copies
         out_splits, in_splits = [0] * comm.ranks, [0] * comm.ranks
-        for number, count in enumerate(rows.cells):
+        for number, count in enumerate(rows.held):
             peer = number * rows.copies + place
             out_splits[peer], in_splits[peer] = count * width, brought * width
     comm.exchange(gathered, copies, out_splits, in_splits, call)
@@ -539,7 +539,7 @@ def head_plan(
         sizes = sizes_of(weight, wire_dtype, logits_dtype)
         configs = shipped_configs(hidden.device).configs(rows, sizes, kept)
     asked = asked_route(route)
-    facts = Facts(comm.ranks, comm.backend, asked, layout, rows.cells, replicate, held.policy)
+    facts = Facts(comm.ranks, comm.backend, asked, layout, rows.held, replicate, held.policy)
     return Plan(
         rows,
         weight.shape[0],
@@ -622,7 +622,7 @@ def exchange_plan(
         logits_dtype,
         partial.dtype,
         chosen,
-        choose_by(Facts(comm.ranks, comm.backend, asked_route(route), layout, rows.cells)),
+        choose_by(Facts(comm.ranks, comm.backend, asked_route(route), layout, rows.held)),
         configs=configs,
     )
 

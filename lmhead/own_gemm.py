@@ -176,9 +176,7 @@ def _owned(
     """
     if layout is None or layout.plain:
         return row_counts
-    return layout.owners(
-        [total // layout.cells] * layout.cells if row_counts is None else row_counts
-    )
+    return layout.owners([total // layout.sets] * layout.sets if row_counts is None else row_counts)
 
 
 def share(
@@ -342,7 +340,7 @@ def _sample_compiled(
     if layout is None or layout.plain:
         rows = shapes.traced_share(total, row_counts, ranks, rank)
     else:
-        rows, begin, own = layout.traced(row_counts, total // layout.cells, rank)
+        rows, begin, own = layout.traced(row_counts, total // layout.sets, rank)
         owned = slice(begin, begin + own)
         row_counts = _owned(layout, total, row_counts)
     form = request.form(vocab_size, min(partial.shape[1], vocab_size))

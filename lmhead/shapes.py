@@ -85,15 +85,15 @@ def unshard_weight(shards: Sequence[torch.Tensor], vocab_size: int) -> torch.Ten
 class Rows:
     """Who owns which gathered rows: `counts[r]` rows of rank r, in rank order; `rank` is ours.
 
-    `held` are the rows that ranks bring, in the same order: one count per `copies` ranks in
+    `holding` are the rows that ranks bring, in the same order: one count per `copies` ranks in
     succession, all of which have the same rows.  `span` ranks in succession are an attention group:
-    its rows are owned by its ranks, whichever of them holds them.  Without `held` every rank holds
-    what it owns.
+    its rows are owned by its ranks, whichever of them holds them.  Without `holding` every rank
+    holds what it owns.
     """
 
     counts: tuple[int, ...]
     rank: int
-    held: tuple[int, ...] | None = None
+    holding: tuple[int, ...] | None = None
     copies: int = 1
     span: int = 1
 
@@ -125,19 +125,19 @@ class Rows:
         return sum(self.counts[: self.rank])
 
     @property
-    def cells(self) -> tuple[int, ...]:
+    def held(self) -> tuple[int, ...]:
         """The rows of each set of ranks that hold the same ones, in order."""
-        return self.counts if self.held is None else self.held
+        return self.counts if self.holding is None else self.holding
 
     @property
     def brought(self) -> int:
         """The rows that this rank holds and brings to a call."""
-        return self.cells[self.rank // self.copies]
+        return self.held[self.rank // self.copies]
 
     @property
     def brought_start(self) -> int:
         """Where they begin among the gathered ones."""
-        return sum(self.cells[: self.rank // self.copies])
+        return sum(self.held[: self.rank // self.copies])
 
     @property
     def group(self) -> range:
@@ -238,7 +238,7 @@ class Layout:
         return self.attn_cp_size * self.attn_tp_size
 
     @property
-    def cells(self) -> int:
+    def sets(self) -> int:
         """How many sets of ranks hold different rows: what `row_counts` has a count for."""
         return self.dp_size * self.attn_cp_size
 
@@ -256,7 +256,7 @@ class Layout:
         return " of ".join(parts) or "one rank"
 
     def owners(self, row_counts: Sequence[int]) -> tuple[int, ...]:
-        """Rows held, a count per cell -> rows owned, a count per rank: what `lmhead.exchange`
+        """Rows held, a count per set -> rows owned, a count per rank: what `lmhead.exchange`
         takes as `row_counts`.
         """
         width = self.attn_cp_size
@@ -266,10 +266,10 @@ class Layout:
         return tuple(count for rows in groups for count in share_evenly(rows, self.span))
 
     def rows(self, row_counts: Sequence[int], rank: int) -> Rows:
-        """A call's rows; `row_counts`, a host list, has a count per cell, zeros allowed."""
+        """A call's rows; `row_counts`, a host list, has a count per set, zeros allowed."""
         if self.plain:
             return rows_from_counts(row_counts, self.ranks, rank)
-        held = _checked_counts(row_counts, self.cells, f"{self.cells} sets of ranks that hold rows")
+        held = _checked_counts(row_counts, self.sets, f"{self.sets} sets of ranks that hold rows")
         return Rows(self.owners(held), rank, held, self.attn_tp_size, self.span)
 
     def own_rows(self, brought: int, row_counts: Sequence[int] | None, rank: int) -> Rows:
@@ -279,13 +279,13 @@ class Layout:
         if self.plain:
             return own_rows(brought, row_counts, self.ranks, rank)
         if row_counts is None:
-            return self.rows([brought] * self.cells, rank)
+            return self.rows([brought] * self.sets, rank)
         rows = self.rows(row_counts, rank)
         if rows.brought != brought:
-            cell = rank // self.attn_tp_size
+            place = rank // self.attn_tp_size
             raise ValueError(
-                f"row_counts says that rank {rank} holds {rows.brought} rows (count {cell} of "
-                f"{self.cells}), but hidden has {brought} (row_counts={list(row_counts)})"
+                f"row_counts says that rank {rank} holds {rows.brought} rows (count {place} of "
+                f"{self.sets}), but hidden has {brought} (row_counts={list(row_counts)})"
             )
         return rows
 
@@ -296,12 +296,12 @@ class Layout:
         if self.plain:
             return gathered_rows(total, row_counts, self.ranks, rank, what)
         if row_counts is None:
-            if total % self.cells:
+            if total % self.sets:
                 raise ValueError(
-                    f"{what} has {total} rows, which {self.cells} sets of ranks cannot hold in "
+                    f"{what} has {total} rows, which {self.sets} sets of ranks cannot hold in "
                     "equal parts: pass row_counts, or pad"
                 )
-            return self.rows([total // self.cells] * self.cells, rank)
+            return self.rows([total // self.sets] * self.sets, rank)
         rows = self.rows(row_counts, rank)
         _check_total(rows, total, row_counts, what)
         return rows
@@ -601,5 +601,5 @@ def gathered_bytes(rows: Rows, width: int, itemsize: int) -> int:
     busier direction: it sends what it holds to one rank of each other set, and receives what it
     does not hold.
     """
-    sets = len(rows.cells)
+    sets = len(rows.held)
     return max((sets - 1) * rows.brought, rows.total - rows.brought) * width * itemsize

@@ -76,7 +76,7 @@ def agree(
     the same rows, or all raise.
     """
     if checking:
-        held = () if rows is None else rows.cells
+        held = () if rows is None else rows.held
         forms = [] if error else [f"{part.dtype} {list(part.shape[1:])}" for part in parts]
         fields = {"op": "share", "row_counts": list(held), "parts": forms}
         comm.agree(fields, error, Call("check", held, 0, "uint8", number), device)

@@ -56,21 +56,21 @@ def held_rows(sizes: tuple[int, int, int], number: int) -> tuple[list[int], bool
     are equal and the call may go without a list.  Groups are idle now and then, all of them once.
     """
     generator = torch.Generator().manual_seed(1000 + number)
-    cells = Layout.of(*sizes).cells
+    sets = Layout.of(*sizes).sets
 
     def below(limit: int) -> int:
         return int(torch.randint(limit, (1,), generator=generator))
 
     if number % 5 == 0:
-        return [1 + below(5)] * cells, True
+        return [1 + below(5)] * sets, True
     if number % 25 == 7:
-        return [0] * cells, False
-    counts = [below(6) for _ in range(cells)]
-    if cells > 1:
-        counts[below(cells)] = 0
+        return [0] * sets, False
+    counts = [below(6) for _ in range(sets)]
+    if sets > 1:
+        counts[below(sets)] = 0
     if number % 5 == 1:  # all on one
-        counts = [0] * cells
-        counts[below(cells)] = 1 + below(9)
+        counts = [0] * sets
+        counts[below(sets)] = 1 + below(9)
     return counts, False
 
 

@@ -112,7 +112,7 @@ def test_json_says_who_holds_and_owns_what(name: str, capsys: pytest.CaptureFixt
         for row in range(first, first + count)
     ]
     assert owned == list(range(total))
-    assert sum(found["row_counts"]) == total and len(found["row_counts"]) == layout.cells
+    assert sum(found["row_counts"]) == total and len(found["row_counts"]) == layout.sets
     few = layout.attn_tp_size
     assert found["held"] == [found["row_counts"][rank // few] for rank in range(ranks)]
     assert set(found["bytes"]) == set(ROUTES) | set(BESIDE)

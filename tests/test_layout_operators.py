@@ -55,7 +55,7 @@ def _opcheck(rank: int, ranks: int, sizes: tuple[int, int, int]) -> int:
     name = dist.group.WORLD.group_name
     weight = _head(rank, ranks).weight
     checks = 0
-    for held in ([3] * layout.cells, [5, 0, 2, 1][: layout.cells]):
+    for held in ([3] * layout.sets, [5, 0, 2, 1][: layout.sets]):
         rows = layout.rows(held, rank)
         hidden = _hidden(sizes, rank, held)
         counts = None if len(set(held)) == 1 else held
@@ -100,7 +100,7 @@ def _step(head: lmhead.LMHead, way: str) -> Callable[..., Any]:
     return {
         "owned": lambda x: head(x * 2) + 1,
         "replicated": lambda x: head(x * 2, replicate=True) + 1,
-        "gathered": lambda x: head.forward_gathered(x.repeat(head.layout.cells, 1)) + 1,
+        "gathered": lambda x: head.forward_gathered(x.repeat(head.layout.sets, 1)) + 1,
         "drawn": draw,
         "drawn and shared": lambda x: draw(x, share=True),
     }[way]
@@ -115,7 +115,7 @@ def _compiled(rank: int, ranks: int, sizes: tuple[int, int, int], way: str) -> l
     step, wrong = _step(head, way), []
     compiled = torch.compile(step, fullgraph=True)
     for count in (4, 5, 6, 9):
-        hidden = _hidden(sizes, rank, [count] * head.layout.cells)
+        hidden = _hidden(sizes, rank, [count] * head.layout.sets)
         torch._dynamo.mark_dynamic(hidden, 0)
         got, want = compiled(hidden), step(hidden)
         got, want = (list(of) if isinstance(of, (list, tuple)) else [of] for of in (got, want))
@@ -138,7 +138,7 @@ def _uneven(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
     """
     torch._dynamo.reset()
     layout = Layout.of(*sizes)
-    held = [3, 0, 4, 1][: layout.cells]
+    held = [3, 0, 4, 1][: layout.sets]
     head = _head(rank, ranks, layout=layout)
     hidden, rows = _hidden(sizes, rank, held), layout.rows(held, rank)
 
@@ -190,7 +190,7 @@ def _captured(rank: int, ranks: int, sizes: tuple[int, int, int], kernels: str) 
     """
     layout, wrong = Layout.of(*sizes), []
     dtype = BF16 if kernels == "triton" else FP32
-    for held in ([2] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+    for held in ([2] * layout.sets, [3, 0, 2, 1][: layout.sets]):
         rows, hidden = layout.rows(held, rank), _hidden(sizes, rank, held, dtype)
         everyone = whole(sum(held), WIDTH, seed=sum(held), dtype=dtype)
         head = _head(rank, ranks, layout=layout, kernels=kernels, dtype=dtype)
@@ -232,7 +232,7 @@ def _graphs(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[list[int
     graphs.capture(torch.empty(1, WIDTH))
     found = []
     for count in (1, 3, 4):
-        hidden = _hidden(sizes, rank, [count] * head.layout.cells)
+        hidden = _hidden(sizes, rank, [count] * head.layout.sets)
         found.append(graphs(hidden).tolist())
         assert found[-1] == head.sample(hidden, temperature=0.0, share=True).tolist()
     return found
@@ -254,7 +254,7 @@ def _by_kernels(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]
             _head(rank, ranks, vocab, layout=layout, kernels=kernels, dtype=BF16)
             for kernels in ("torch", "triton")
         ]
-        for held in ([2] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+        for held in ([2] * layout.sets, [3, 0, 2, 1][: layout.sets]):
             hidden = _hidden(sizes, rank, held, BF16)
             count = layout.rows(held, rank).group_total
             drawn = mixed(count, vocab, 3) | {"candidates": vocab}
@@ -333,7 +333,7 @@ def _own_gemm(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
     layout, wrong = Layout.of(*sizes), []
     head = _head(rank, ranks, VOCAB - 1, layout=layout)
     work = lmhead.Workspace()
-    for held in ([4] * layout.cells, [3, 0, 2, 1][: layout.cells]):
+    for held in ([4] * layout.sets, [3, 0, 2, 1][: layout.sets]):
         counts = None if len(set(held)) == 1 and held[0] == 4 else held
         everyone = whole(sum(held), WIDTH, seed=sum(held))
         partial = (everyone @ head.weight.t()) * 0.5

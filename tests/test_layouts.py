@@ -163,7 +163,7 @@ def _moved(
     """
     layout = Layout.of(*sizes)
     vocab, width = SHARD * ranks, HIDDEN
-    held = [total // layout.cells] * layout.cells
+    held = [total // layout.sets] * layout.sets
     rows = layout.rows(held, rank)
     hidden = normal(rows.brought, width, seed=rank // layout.attn_tp_size, dtype=torch.bfloat16)
     weight = shard_of(normal(vocab, width, seed=3, dtype=torch.bfloat16), ranks, rank)
@@ -311,7 +311,7 @@ def _unseeded(rank: int, ranks: int, sizes: tuple[int, int, int], given: dict[st
     layout = Layout.of(*sizes)
     logits = logits_of(100)
     head = lmhead.LMHead(shard_of(logits[:, None], ranks, rank), 100, layout=layout)
-    held = [64 if cell == 0 else 3 for cell in range(layout.cells)]
+    held = [64 if cell == 0 else 3 for cell in range(layout.sets)]
     hidden = torch.ones(layout.rows(held, rank).brought, 1)
     return [head.sample(hidden, row_counts=held, share=True, **given) for _ in range(40)]
 

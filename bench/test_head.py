@@ -1,7 +1,7 @@
 """The whole head on four CPU ranks, under pytest-benchmark: `make bench`.
 
-Hidden gather, GEMM, exchange and reassembly at SmolLM2-135M's sizes in bf16, our routes beside the
-peers of `lmhead.bench.peers`, all checked and timed interleaved in one run by
+Hidden gather, GEMM, exchange and reassembly, and draws of tokens, at SmolLM2-135M's sizes in bf16,
+our routes beside the peers of `lmhead.bench.peers`, all checked and timed interleaved in one run by
 `lmhead.bench.protocol`; the table has the slowest rank's seconds of every round.
 """
 
@@ -17,13 +17,18 @@ from lmhead.bench.protocol import Settings
 from lmhead.bench.replayed import ROUNDS, measured, timer
 
 MODEL = MODELS["smollm2-135m"]
-NAMES = ("lmhead", "lmhead-fp32", "lmhead-all-gather", "a", "a-lean", "b", "c", "d", "e", "g", "h")
+NAMES = (
+    *("lmhead", "lmhead-fp32", "lmhead-all-gather", "a", "a-lean", "b", "c", "d", "e", "g", "h"),
+    *("candidates", "lmhead-torch-lean", "a-torch-lean"),
+)
+SAMPLE = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 
 
 @functools.cache
 def rounds_of(rows: int) -> dict[str, list[float]]:
     case = Case(MODEL.name, MODEL.vocab, MODEL.hidden, 4, rows)
-    return measured(case, Settings(False, NAMES, rounds=ROUNDS, stages=False))
+    settings = Settings(False, NAMES, rounds=ROUNDS, stages=False, sample=SAMPLE)
+    return measured(case, settings)
 
 
 @pytest.mark.benchmark(timer=timer)

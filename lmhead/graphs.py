@@ -86,6 +86,9 @@ class DecodeGraphs:
     Every rank calls with the same row count, or with `agreed`, so that all replay the same bucket;
     a rank without rows calls too.
 
+    Where ranks of an attention group hold the same rows, a head gives fewer rows than it was given:
+    a step that ends with `head.sample(..., share=True)` gives as many again.
+
     A result lives until the next call: it is memory of the graphs, which the next replay, of
     whatever bucket, may overwrite.  `clone=True` gives one of its own.  Eager calls keep to that:
     they write into kept buffers too.

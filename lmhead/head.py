@@ -384,8 +384,8 @@ class LMHead(nn.Module):
         `Sample` -> the same of all G rows of its attention group, on each of the group's ranks.
 
         One small collective of the head's group: every rank calls.  `row_counts` as in the call
-        that drew them; None for those of the latest call.  Where every rank is an attention group
-        of its own, `drawn` is returned as it is.
+        that drew them; None for those of the latest eager call.  Where every rank is an attention
+        group of its own, `drawn` is returned as it is.
 
         Raises ValueError or TypeError before any collective.
         """

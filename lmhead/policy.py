@@ -391,8 +391,8 @@ def _automatic(
             Condition(
                 "tensorrt_llm",
                 theirs > 1,
-                f"at {own} rows a rank TensorRT-LLM shards it, for {TENSORRT_LLM_TOKENS} tokens "
-                f"(over {theirs} of {ranks})",
+                f"TensorRT-LLM's {TENSORRT_LLM_TOKENS} tokens shard it, too ({theirs} of {ranks} "
+                f"ranks at {own} rows)",
                 decides=False,
             )
         )

@@ -389,11 +389,20 @@ def _published(rank: int, ranks: int) -> list[Any]:
     groups(_hidden((ranks, 2, 1), rank, [2, 2]))
     found.append(groups.last_route.rule)
     plain.warmup(2)
-    return [*found, plain.stats(), groups.stats()]
+    torch._dynamo.reset()
+    held, ways = [2, 2, 1, 2], []
+    hidden = _hidden((ranks, ranks, 1), rank, held)
+    for head in (plain, _head(rank, ranks)):
+        compiled = torch.compile(lambda x, head=head: head(x, held), backend="aot_eager")
+        with torch.no_grad(), collectives() as seen:
+            compiled(hidden)
+        ways.append(seen[-1].collective)
+    return [*found, plain.stats(), groups.stats(), ways]
 
 
 def test_the_published_policy_falls_back_where_it_does() -> None:
-    for *rules, plain, groups in pool(4).run(_published):
+    for *rules, plain, groups, (compiled, ours) in pool(4).run(_published):
+        assert compiled.startswith("all_gather") and ours == "all_to_all_single"
         uneven = "published_uneven"
         assert rules == ["default", uneven, uneven, "no_rows", "published_layout"]
         assert {name: found.rules for name, found in plain.items()} == {

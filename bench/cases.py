@@ -91,7 +91,8 @@ class Case:
         """The same for the roofline."""
         size = self.itemsize
         sizes = self.vocab, self.hidden, self.ranks, self.rows
-        return Step(*sizes, size, size, size, layout=self.layout)
+        layout = None if self.layout.plain else self.layout
+        return Step(*sizes, size, size, size, layout=layout)
 
     def __str__(self) -> str:
         text = (

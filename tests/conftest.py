@@ -74,5 +74,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="compile every shipped config instead of a representative part",
+        help="every shipped config, every draw and every demo instead of a representative part",
     )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -370,53 +371,68 @@ real_model = pytest.mark.skipif(
 )
 
 
-@real_model
-@pytest.mark.parametrize("loop", ["eager", "compile"])
-def test_the_real_model_decodes_the_same_tokens(loop: str) -> None:
-    command = ["demo", "--ranks", "2", "--tokens", "4", "--rounds", "2", "--json", "--loop", loop]
-    done = lmhead(*command)
+def _decoded(*arguments: str) -> dict[str, Any]:
+    """The report of a demo of the real model, which takes half a minute."""
+    done = lmhead("demo", "--rounds", "1", "--json", *arguments)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["loop"] == loop
-    assert report["verdict"] == f"identical: yes ({2 * 2 * 4} tokens)"
-    assert report["texts"][0][0].startswith("The capital of France is Paris")
-    assert report["vocab_size"] == 49152 and report["route"] == "all_to_all"
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["verdict"] == f"identical: yes ({sum(map(len, report['texts'])) * TOKENS} tokens)"
+    assert report["vocab_size"] == 49152
+    return report
+
+
+TOKENS = 6
+SHORT = ("--tokens", str(TOKENS))
+DRAWN = (*SHORT, "--sample", "temperature=0.8,top_p=0.95", "--seed", "1")
 
 
 @real_model
-def test_the_real_model_draws_the_same_text_for_every_n() -> None:
-    """Seeded; what one process draws from full logits by the same noise."""
+@pytest.mark.parametrize("loop", ["compile", "eager"])
+def test_the_real_model_decodes_the_same_tokens(loop: str, request: pytest.FixtureRequest) -> None:
+    """Eagerly, in layouts below; data-parallel under --everything alone."""
+    if loop == "eager" and not request.config.getoption("--everything"):
+        pytest.skip("each demo loads the model anew: --everything runs all")
+    report = _decoded("--ranks", "2", *SHORT, "--loop", loop)
+    assert report["loop"] == loop
+    assert report["texts"][0][0].startswith("The capital of France is Paris")
+    assert report["route"] == "all_to_all"
+
+
+@real_model
+def test_the_real_model_draws_the_same_text_for_every_n(request: pytest.FixtureRequest) -> None:
+    """Seeded; what one process draws from full logits by the same noise: on one rank and in a mixed
+    layout of four, and under --everything on two and four ranks as well.
+    """
+    mixed = ("--ranks", "4", "--tp-size", "4", "--dp-size", "2")
+    sizes = {(): 1, mixed: 2}
+    if request.config.getoption("--everything"):
+        sizes |= {("--ranks", "2"): 2, ("--ranks", "4"): 4}
     texts = []
-    for ranks in (1, 2, 4):
-        command = ["demo", "--ranks", str(ranks), "--tokens", "8", "--rounds", "1", "--json"]
-        done = lmhead(*command, "--sample", "temperature=0.8,top_p=0.95", "--seed", "1")
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert report["verdict"] == f"identical: yes ({ranks * 2 * 8} tokens)"
+    for size, groups in sizes.items():
+        report = _decoded(*(size or ("--ranks", "1")), *DRAWN)
         assert report["sample"] == "temperature=0.8,top_p=0.95, seed 1"
-        assert sum(report["draws"].values()) == 8
+        assert sum(report["draws"].values()) == TOKENS and len(report["texts"]) == groups
         texts.append([text for rank in report["texts"] for text in rank])
-    assert texts[0] == texts[1][:2] and texts[1] == texts[2][:4]
+    longest = max(texts, key=len)
+    assert all(text == longest[: len(text)] for text in texts)
 
 
 @real_model
 @pytest.mark.parametrize(
-    ("dp_size", "more", "owned"),
+    ("dp_size", "loop", "owned"),
     [
-        (2, [], [1, 1, 1, 1]),
-        (1, ["--loop", "compile"], [1, 1, 0, 0]),  # with owners that are idle
-        (2, ["--sample", "temperature=0.8,top_p=0.95"], [1, 1, 1, 1]),
+        (2, "eager", [1, 1, 1, 1]),
+        (1, "compile", [1, 1, 0, 0]),  # with owners that are idle
     ],
-    ids=["mixed", "tensor-parallel-compiled", "mixed-drawn"],
+    ids=["mixed", "tensor-parallel-compiled"],
 )
 def test_the_real_model_decodes_the_same_tokens_in_a_layout(
-    dp_size: int, more: list[str], owned: list[int]
+    dp_size: int, loop: str, owned: list[int], request: pytest.FixtureRequest
 ) -> None:
+    if dp_size == 1 and not request.config.getoption("--everything"):
+        pytest.skip("each demo loads the model anew: --everything runs all")
     sizes = ["--ranks", "4", "--tp-size", "4", "--dp-size", str(dp_size)]
-    done = lmhead("demo", *sizes, "--tokens", "4", "--rounds", "1", "--json", *more)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["verdict"] == f"identical: yes ({dp_size * 2 * 4} tokens)"
+    report = _decoded(*sizes, *SHORT, "--loop", loop)
     assert report["dp_size"] == len(report["texts"]) == dp_size
     assert report["rows_owned"] == owned and report["rows_per_rank"] == 2
     assert report["bytes_per_step"]["all_gather"] == 3 * 2 * dp_size * 12288 * 4

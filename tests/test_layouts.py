@@ -228,12 +228,12 @@ def _nothing_gathered(rank: int, ranks: int) -> list[str]:
     head = lmhead.LMHead(normal(16, 8, seed=rank), 16 * ranks, layout=Layout.tensor_parallel(ranks))
     with crossed() as seen:
         head(normal(2 * ranks, 8, seed=9))
-    return [f"{name} {seen.sent[name]}" for name in seen.sent]
+    return [f"{name} {seen.sent[name]}" for name in seen.sent] + [f"{len(seen.calls)} in all"]
 
 
 def test_hidden_rows_that_every_rank_has_are_not_gathered() -> None:
     for seen in pool(4).run(_nothing_gathered):
-        assert seen == [f"all_to_all {3 * 2 * 16 * 4}"]
+        assert seen == [f"all_to_all {3 * 2 * 16 * 4}", "1 in all"]
 
 
 # Mistakes.

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_cases import caught, checked_mode
-from data_head import FLOATS, collectives, normal, shard_of, whole
+from data_head import FLOATS, collectives, normal, raised, shard_of, whole
 from data_layout import held_rows, where
 from data_sample import mixed
 from guards import Trail, violations
@@ -21,7 +21,7 @@ from ranks import pool
 from torch._dynamo.utils import counters
 
 import lmhead
-from lmhead import candidates, comm, operators, route, sample_operators, sampling
+from lmhead import candidates, comm, operators, ops, route, sample_operators, sampling
 from lmhead.sampling import Request
 from lmhead.shapes import Layout
 
@@ -219,6 +219,30 @@ def test_warmed_layouts_are_capture_safe(sizes: tuple[int, int, int]) -> None:
 
 def test_warmed_layouts_are_capture_safe_by_kernels() -> None:
     assert pool(2).run(_captured, (2, 1, 1), "triton") == [[]] * 2
+
+
+def _unwarmed(rank: int, ranks: int) -> list[Any]:
+    """In a capture, after a warm-up of owned logits alone."""
+    head = _head(rank, ranks, layout=Layout.of(ranks, 2))
+    hidden = _hidden((ranks, 2, 1), rank, [2, 2])
+    head.warmup([2])
+    with mock.patch.object(ops, "is_capturing", lambda device: True):
+        return [
+            raised(lambda: head(hidden)),
+            raised(lambda: head(hidden, replicate=True)),
+            raised(lambda: head.sample(hidden, temperature=0.0, share=True)),
+            raised(lambda: head(hidden, [2, 3] if rank // 2 == 0 else [3, 2])),
+        ]
+
+
+def test_a_capture_refuses_what_was_not_warmed_up() -> None:
+    for warm, replicated, drawn, uneven in pool(4).run(_unwarmed):
+        assert warm.error == ""
+        assert replicated.error == drawn.error == uneven.error == "RuntimeError"
+        assert "warmup(rows=[2], replicate=True)" in replicated.text
+        assert "warmup(rows=[2], sample=those parameters)" in drawn.text
+        assert "before they were warmed up" in uneven.text
+        assert not (replicated.collectives or drawn.collectives or uneven.collectives)
 
 
 def _graphs(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[list[int]]:

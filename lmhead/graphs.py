@@ -87,7 +87,8 @@ class DecodeGraphs:
     a rank without rows calls too.
 
     Where ranks of an attention group hold the same rows, a head gives fewer rows than it was given:
-    a step that ends with `head.sample(..., share=True)` gives as many again.
+    a step that ends with `head.sample(..., share=True)` gives as many again.  Draws are warmed up
+    by the caller, `head.warmup(buckets, sample=...)`.
 
     A result lives until the next call: it is memory of the graphs, which the next replay, of
     whatever bucket, may overwrite.  `clone=True` gives one of its own.  Eager calls keep to that:

@@ -45,7 +45,7 @@ def _heads(rank: int, ranks: int, sizes: tuple[int, int, int], vocab: int) -> li
 
 def _steps(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
     """What one rank ends with in every step, by the all-to-all; that the all-gather gives the same
-    is held here.
+    bits is held here.
     """
     both = {vocab: _heads(rank, ranks, sizes, vocab) for vocab in VOCABS}
     found = []
@@ -60,34 +60,32 @@ def _steps(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[dict[str,
         given = rows_of(
             _given(vocab, number, sum(held)), slice(place.group.start, place.group.stop)
         )
-        said = {}
-        for head in heads:
-            logits = head(own, counts)
-            if sum(held):
-                name = head.last_route.name
-                assert name == ("all_to_all" if head is heads[0] else "all_gather")
-            else:
-                assert head.last_route.rule == "no_rows"
-            rows = head.last_rows
-            assert (rows.start, rows.own) == (place.owns.start, len(place.owns))
-            sample = head.sample(own, row_counts=counts, logprobs=2, **given)
-            ids = head.sample(own, row_counts=counts, share=True, **given)
-            shared = head.share(sample)
-            whole_group = head(own, counts, replicate=True)
-            gathered = head.forward_gathered(hidden, counts)
-            assert torch.equal(gathered, logits)
-            assert torch.equal(ids, shared.ids)
-            assert torch.equal(head.share(sample.ids, held), ids)
-            begin = place.owns.start - place.group.start
-            mine = slice(begin, begin + len(place.owns))
-            assert torch.equal(whole_group[mine], logits)
-            for part, everybody in zip(sample.tensors(), shared.tensors(), strict=True):
-                assert torch.equal(everybody[mine].nan_to_num(-7), part.nan_to_num(-7))
-            now = {"logits": logits, "whole": whole_group, "ids": ids, "top": shared.top_logprobs}
-            assert all(torch.equal(said[name], now[name]) for name in said)
-            said = now
+        head, other = heads
+        logits = head(own, counts)
+        route = ("all_to_all", "default") if sum(held) else ("local", "no_rows")
+        assert (head.last_route.name, head.last_route.rule) == route
+        rows = head.last_rows
+        assert (rows.start, rows.own) == (place.owns.start, len(place.owns))
+        sample = head.sample(own, row_counts=counts, logprobs=2, **given)
+        shared = head.share(sample)
+        whole_group = head(own, counts, replicate=True)
+        assert torch.equal(head.forward_gathered(hidden, counts), logits)
+        assert torch.equal(head.share(sample.ids, held), shared.ids)
+        begin = place.owns.start - place.group.start
+        mine = slice(begin, begin + len(place.owns))
+        assert torch.equal(whole_group[mine], logits)
+        for part, everybody in zip(sample.tensors(), shared.tensors(), strict=True):
+            assert torch.equal(everybody[mine].nan_to_num(-7), part.nan_to_num(-7))
+        assert torch.equal(other(own, counts), logits)
+        assert other.last_route.name == ("all_gather" if sum(held) else "local")
+        assert torch.equal(other(own, counts, replicate=True), whole_group)
+        again = other.sample(own, row_counts=counts, logprobs=2, share=True, **given)
+        for part, same in zip(again.tensors(), shared.tensors(), strict=True):
+            assert torch.equal(part.nan_to_num(-7), same.nan_to_num(-7))
+        said = {"logits": logits, "whole": whole_group}
+        said |= {"ids": shared.ids, "top": shared.top_logprobs}
         found.append(said | {"owns": place.owns, "group": place.group})
-    assert heads[0].stats()["all_to_all"].rules["default"] >= 2 * 20
+    assert head.stats()["all_to_all"].rules["default"] >= 2 * 20
     return found
 
 

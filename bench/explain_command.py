@@ -38,7 +38,9 @@ def add(command: argparse.ArgumentParser, positive: Callable[[str], int]) -> Non
         "--enable-dp-attention", action=either, help="(default: where --dp-size is above 1)"
     )
     command.add_argument(
-        "--enable-dp-lm-head", action="store_true", help="a head per attention group"
+        "--enable-dp-lm-head",
+        action="store_true",
+        help="a head per set of ranks with the same rows",
     )
     command.add_argument(
         "--enable-tp-lm-head-all-to-all", action=either, help="(default: the policy decides)"
@@ -54,7 +56,7 @@ def add(command: argparse.ArgumentParser, positive: Callable[[str], int]) -> Non
     command.add_argument(
         "--may-replicate",
         action="store_true",
-        help="policy auto may choose a head per attention group where rows are many",
+        help="policy auto may choose a head per set of ranks that hold many rows alike",
     )
     command.add_argument("--model", choices=tuple(MODELS), help="a model by name")
     command.add_argument(

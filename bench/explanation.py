@@ -179,7 +179,7 @@ class Explanation:
         if self.layout.ranks == self.layout.attn_tp_size:
             return
         if self.break_even is None:
-            words = "a head over all ranks stays ahead of one per attention group"
+            words = "a head over all ranks stays ahead of one per set of ranks with the same rows"
         else:
             words = (
                 f"from {self.break_even} rows in every set of ranks that hold the same ones, a "
@@ -221,7 +221,7 @@ def explain(
         return policies.decide(
             config,
             name,
-            rows=max(counts),
+            rows=counts,
             flops_per_byte=device.bf16 / device.hbm,
             may_replicate=may_replicate,
         )
@@ -261,7 +261,7 @@ def explain(
         layout,
         counts,
         every,
-        moved(every, small_rows(few), step, inside),
+        moved(every, small_rows(few), step, inside, decision.outcome),
         tuple(stages),
         floors,
         layout_break_even(limits_of(device), step, layout),

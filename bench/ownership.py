@@ -29,15 +29,20 @@ BESIDE = {
 
 
 def moved(
-    every: Sequence[Rows], small: Sequence[Rows], step: Step, inside: str = "all_to_all"
+    every: Sequence[Rows],
+    small: Sequence[Rows],
+    step: Step,
+    inside: str = "all_to_all",
+    outcome: str = "all_to_all",
 ) -> dict[str, tuple[int, ...]]:
     """Bytes that each rank moves in a step, by the names of `ROUTES` and `BESIDE`, in its busier
     direction.  `small` are its rows of a head that fewer ranks share, whose logits go by `inside`.
 
-    Logits and hidden rows by `lmhead.shapes`.  candidates: sent (T - B) messages, received
-    (N - 1) * B.  share: sent (span - 1) * B ids, received G - B.
+    Logits and hidden rows by `lmhead.shapes`; where the `outcome` is that all are gathered, so are
+    candidates, and logits that are replicated.  share: sent (span - 1) * B ids, received G - B.
     """
     shard, size = step.shard, step.wire_itemsize
+    way = "all_gather" if outcome == "all_gather" else "all_to_all"
     form = Request(top_k=min(TOP_K, step.vocab - 1) or None).form(step.vocab, shard)
 
     def by(count: Callable[[Rows], int]) -> tuple[int, ...]:
@@ -49,11 +54,11 @@ def moved(
     return {
         "all_to_all": by(lambda rows: moved_bytes("all_to_all", rows, shard, size)),
         "all_gather": by(lambda rows: moved_bytes("all_gather", rows, shard, size)),
-        "candidates": by(lambda rows: moved_bytes("all_to_all", rows, form.message_words, 4)),
+        "candidates": by(lambda rows: moved_bytes(way, rows, form.message_words, 4)),
         "dp_head": tuple(
             moved_bytes(inside, rows, shard_rows(step.vocab, rows.ranks), size) for rows in small
         ),
-        "replicate": by(lambda rows: moved_bytes("all_to_all", rows, shard, size, replicate=True)),
+        "replicate": by(lambda rows: moved_bytes(way, rows, shard, size, replicate=True)),
         "local": by(lambda rows: 0),
         "hidden": by(lambda rows: gathered_bytes(rows, step.hidden, step.itemsize)),
         "share": by(shared),
@@ -67,7 +72,12 @@ def picture(layout: Layout, ranks: Sequence[Rows]) -> Iterator[str]:
     total = ranks[0].total
     columns = min(total, COLUMNS)
     scale = "a row" if columns == total else f"{total / columns:.4g} rows, marked by any"
-    yield f"who owns which of {total} gathered rows ({layout})"
+    title = f"who owns which of {total} gathered rows"
+    if len(title) + len(str(layout)) > 96:
+        yield title
+        yield f"  {layout}"
+    else:
+        yield f"{title} ({layout})"
     if total:
         yield f"  # holds and owns, + owns, - holds; a character is {scale}"
     shown = list(range(len(ranks)))

@@ -135,7 +135,8 @@ def run_sample_exchange(
     if comm.ranks > 1:
         with stage("gather"):
             owned = Rows(plan.rows.counts, comm.rank)  # records are brought by their rows' owners
-            words = ops.run_gather(comm, owned, work, records.words, replace(call, dtype="int32"))
+            call_ = replace(call, dtype="int32")
+            words = ops.run_gather(comm, owned, work, records.words, call_, "records")
         records = Records(words, records.form)
     return _draw(comm, plan, work, partial, records, mask, call)
 
@@ -436,7 +437,7 @@ def _gathered_bits(
     ranks, own, width = bits.shape
     per_row = bits.transpose(0, 1).reshape(own, ranks * width)
     rows = Rows(plan.rows.counts, comm.rank)  # a mask's rows are brought by those that own them
-    everyone = ops.run_gather(comm, rows, work, per_row, call)
+    everyone = ops.run_gather(comm, rows, work, per_row, call, "masks")
     return everyone.view(-1, ranks, width)[:, comm.rank].contiguous()
 
 

@@ -87,8 +87,9 @@ class DecodeGraphs:
     a rank without rows calls too.
 
     Where ranks of an attention group hold the same rows, a head gives fewer rows than it was given:
-    a step that ends with `head.sample(..., share=True)` gives as many again.  Draws are warmed up
-    by the caller, `head.warmup(buckets, sample=...)`.
+    a step that ends with `head.sample(..., share=True)` gives as many again (not with
+    context parallelism, where it gives those of the whole group).  Draws are warmed up by the
+    caller, `head.warmup(buckets, sample=...)`.
 
     A result lives until the next call: it is memory of the graphs, which the next replay, of
     whatever bucket, may overwrite.  `clone=True` gives one of its own.  Eager calls keep to that:
@@ -184,9 +185,10 @@ class DecodeGraphs:
     ) -> Any:
         """inputs [rows, ...] -> what `step` returns for them, exactly `rows` rows of each result.
 
-        `agreed` is the largest row count of any rank, or the host list of all ranks' counts, equal
-        on every rank; without it every rank brings as many rows.  Where no rank has any, nothing
-        runs.  The result lives until the next call, unless it is a `clone`.
+        `agreed` is the largest row count of any rank, or the host list of all ranks' counts (of a
+        layout's sets of ranks that hold the same rows), equal on every rank; without it every rank
+        brings as many rows.  Where no rank has any, nothing runs.  The result lives until the next
+        call, unless it is a `clone`.
 
         Raises RuntimeError before `capture`, ValueError or TypeError, before anything runs, for
         inputs unlike its examples or rows beyond the largest bucket.
@@ -199,7 +201,8 @@ class DecodeGraphs:
         error: Exception | None = None
         try:
             rows = self._check_inputs(inputs)
-            most = _largest(agreed, rows, self._heads[0].ranks if self._heads else None)
+            sets = self._heads[0].layout.sets if self._heads else None
+            most = _largest(agreed, rows, sets)
             bucket = self.bucket(most)
         except (ValueError, TypeError) as caught:
             error = caught
@@ -359,7 +362,7 @@ def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _largest(agreed: int | Sequence[int] | None, rows: int, ranks: int | None) -> int:
+def _largest(agreed: int | Sequence[int] | None, rows: int, sets: int | None) -> int:
     """The row count that the bucket is chosen by."""
     if agreed is None:
         return rows
@@ -371,8 +374,8 @@ def _largest(agreed: int | Sequence[int] | None, rows: int, ranks: int | None) -
     counts = [agreed] if isinstance(agreed, int) else list(agreed)
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
         raise ValueError(f"agreed must be non-negative ints, got {agreed!r}")
-    if ranks is not None and not isinstance(agreed, int) and len(counts) != ranks:
-        raise ValueError(f"agreed must name {ranks} ranks, got {len(counts)}: {agreed!r}")
+    if sets is not None and not isinstance(agreed, int) and len(counts) != sets:
+        raise ValueError(f"agreed must name {sets} ranks, got {len(counts)}: {agreed!r}")
     if rows > max(counts):
         raise ValueError(f"this rank has {rows} rows, more than the agreed {agreed!r}")
     return max(counts)

@@ -384,8 +384,8 @@ class LMHead(nn.Module):
         `Sample` -> the same of all G rows of its attention group, on each of the group's ranks.
 
         One small collective of the head's group: every rank calls.  `row_counts` as in the call
-        that drew them; None for those of the latest eager call.  Where every rank is an attention
-        group of its own, `drawn` is returned as it is.
+        that drew them; None for those of the latest eager call (replays of a graph are none).
+        Where every rank is an attention group of its own, `drawn` is returned as it is.
 
         Raises ValueError or TypeError before any collective.
         """
@@ -633,8 +633,8 @@ class LMHead(nn.Module):
             if (gathered or self._layout.sets == 1) and plan.kernels == "triton":
                 _require_plain(hidden)
         self._workspace.capturing(capturing)
-        self._last_route, self._last_rows = plan.route, plan.rows
         if not warming:
+            self._last_route, self._last_rows = plan.route, plan.rows
             self._tally.add(plan.route, self._logits_bytes(plan))
         result = ops.run_logits(
             self._comm,
@@ -764,12 +764,12 @@ class LMHead(nn.Module):
             full=full,
             number=self._calls,
         )
-        self._last_route, self._last_rows = sample.route, plan.rows
         if share:
             sample = draw.run_share_sample(self._comm, plan, self._workspace, sample, self._calls)
         if warming:
             self._warmed.add(key)
         else:
+            self._last_route, self._last_rows = sample.route, plan.rows
             self._tally.add(sample.route, self._drawn_bytes(plan, form, sample.route))
         return sample
 
@@ -791,6 +791,8 @@ class LMHead(nn.Module):
         if torch.compiler.is_compiling():
             return order.untraced(LMHead._share, self, parts, row_counts)
         self._open()
+        if self._layout.plain:
+            return list(parts)
         capturing = ops.is_capturing(self.weight.device)
         rows, error = self._last_rows, None
         try:
@@ -801,7 +803,7 @@ class LMHead(nn.Module):
             sharing.check_parts(parts, rows.own, self.weight.device)
         except (ValueError, TypeError) as caught:
             error = caught
-        checking = self._check_calls and not capturing and not self._layout.plain
+        checking = self._check_calls and not capturing
         device = self.weight.device
         sharing.agree(self._comm, rows, parts, error, device, self._calls, checking)
         assert rows is not None

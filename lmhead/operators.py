@@ -152,10 +152,18 @@ def share_op(
     attention group, fresh; `lmhead.LMHead.share`, with `layout` and `row_counts` as in
     `lmhead::logits_held`.
     """
-    comm = ops.op_comm(group_name, ranks, parts[0].device)
-    known = Layout(*layout).rows([int(count) for count in row_counts], comm.rank)
-    sharing.check_parts(parts, known.own, parts[0].device)
-    assert known.group_total == rows
+    device = parts[0].device
+    comm = ops.op_comm(group_name, ranks, device)
+    known, error = None, None
+    try:
+        ops.check_layout(Layout(*layout), comm)
+        known = Layout(*layout).rows(ops.listed(row_counts) or [], comm.rank)
+        sharing.check_parts(parts, known.own, device)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    checking = ops.checking() and not ops.is_capturing(device)
+    sharing.agree(comm, known, parts, error, device, 0, checking)
+    assert known is not None and known.group_total == rows
     found = sharing.run_share(comm, known, Workspace(), parts)
     pairs = zip(found, parts, strict=True)
     return [part.clone() if part is given else part for part, given in pairs]

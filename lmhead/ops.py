@@ -164,6 +164,7 @@ def check_call(
                 "op": op,
                 "vocab_size": plan.vocab_size,
                 "row_counts": list(plan.rows.held),
+                "layout": plan.rows.shape,
                 "replicate": plan.replicate,
                 "shard": plan.shard,
                 "dtype": call.dtype,
@@ -176,7 +177,12 @@ def check_call(
 
 
 def run_gather(
-    comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
+    comm: Comm,
+    rows: Rows,
+    work: Workspace,
+    hidden: torch.Tensor,
+    call: Call,
+    what: str = "rows",
 ) -> torch.Tensor:
     """The rows [brought, H] that this rank holds -> all rows [T, H], by one collective; where every
     rank holds all of them, by none.
@@ -185,11 +191,14 @@ def run_gather(
     (`Comm.gathers_by_exchange`), or where several ranks hold the same rows: then an all-to-all
     brings each rank only what it does not hold.  An all-gather has no uneven form, so ranks with
     fewer rows send as many as the largest; their tails are left out when the rows are closed up.
+
+    The result is a buffer of the workspace, by the name `what`: what is gathered under one name
+    must not be in use any more when the next is.
     """
     if len(rows.held) == 1:
         return hidden
     if comm.gathers_by_exchange or (rows.copies > 1 and comm.exchanges):
-        return _gather_by_exchange(comm, rows, work, hidden, call)
+        return _gather_by_exchange(comm, rows, work, hidden, call, what)
     if rows.holding is not None:
         hidden, rows = _apart(hidden, rows)
     width, largest = hidden.shape[1], rows.largest
@@ -197,13 +206,13 @@ def run_gather(
     if rows.own != largest or not hidden.is_contiguous():
         own = work.take(_OWN, largest * width, hidden.dtype, hidden.device).view(largest, width)
         own[: rows.own].copy_(hidden)
-    even = work.take("gathered rows", comm.ranks * largest * width, hidden.dtype, hidden.device)
+    size = comm.ranks * largest * width
+    even = work.take(f"gathered {what}", size, hidden.dtype, hidden.device)
     comm.gather(even, own.view(-1), call)
     if rows.uniform:
         return even.view(rows.total, width)
-    closed = work.take("closed-up rows", rows.total * width, hidden.dtype, hidden.device).view(
-        rows.total, width
-    )
+    closed = work.take(f"closed-up {what}", rows.total * width, hidden.dtype, hidden.device)
+    closed = closed.view(rows.total, width)
     start = 0
     for count, block in zip(rows.counts, even.view(comm.ranks, largest, width), strict=True):
         closed[start : start + count].copy_(block[:count])
@@ -220,7 +229,7 @@ def _apart(hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, Rows]:
 
 
 def _gather_by_exchange(
-    comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call
+    comm: Comm, rows: Rows, work: Workspace, hidden: torch.Tensor, call: Call, what: str
 ) -> torch.Tensor:
     """A copy of the rows that this rank holds is sent to one rank of every set that holds the same
     ones: its own place among `rows.copies`.  So each rank receives the rows of all sets, its own
@@ -230,7 +239,7 @@ def _gather_by_exchange(
     sets, brought, width = len(rows.held), rows.brought, hidden.shape[1]
     copies = work.take(_COPIES, sets * brought * width, hidden.dtype, hidden.device)
     copies.view(sets, brought, width).copy_(hidden)
-    gathered = work.take("gathered rows", rows.total * width, hidden.dtype, hidden.device)
+    gathered = work.take(f"gathered {what}", rows.total * width, hidden.dtype, hidden.device)
     out_splits = in_splits = None
     if rows.copies > 1 or len(set(rows.held)) > 1:
         place = rows.rank % rows.copies

@@ -11,6 +11,7 @@ Both are pure functions of a configuration that all ranks share.  What a call th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -125,7 +126,7 @@ class Decision:
     |---|---|---|
     | all_to_all | all ranks | each row's logits, to the rank that owns it |
     | all_gather | all ranks | all rows' logits, to every rank |
-    | dp_head | the tensor-parallel ranks of an attention group | logits, among those alone |
+    | dp_head | each set of ranks that hold the same rows | logits, among those alone |
     | local | nobody | nothing |
 
     `head_ranks` ranks share one copy of the vocabulary, and `route` is the one that their head's
@@ -167,24 +168,26 @@ def decide(
     config: ParallelConfig,
     policy: str = "auto",
     *,
-    rows: int | None = None,
+    rows: int | Sequence[int] | None = None,
     flops_per_byte: float | None = None,
     may_replicate: bool = False,
 ) -> Decision:
     """The way of the head's logits under "auto", our rules, or "sglang", the published ones.
 
-    `rows` are the rows that a rank holds in a step, at most, and `flops_per_byte` its device's peak
-    rate over its memory's bandwidth (B200: 281).  They matter to "auto": a head of 2-byte weights
-    does two FLOPs per weight and row, so with that many rows reading its weights takes no longer
-    than multiplying, and a head per attention group, of as many FLOPs per rank as one over all
-    ranks, saves the exchange between groups.  It needs the vocabulary in each group, so it is
-    advised, and chosen only where the caller says that it `may_replicate` the weights.
+    `rows` are the rows that a rank holds in a step, or a count for each set of ranks that hold the
+    same ones, and `flops_per_byte` is its device's peak rate over its memory's bandwidth (B200:
+    281).  They matter to "auto": a head of 2-byte weights does two FLOPs per weight and row, so
+    with that many rows reading its weights takes no longer than multiplying, and a head per set,
+    where all have as many rows of as many FLOPs per rank as one over all ranks, saves the exchange
+    between sets.  It needs the vocabulary in each set, so it is advised, and chosen only where the
+    caller says that it `may_replicate` the weights and the flag is left open.
 
     Raises ValueError, with the reason, for what cannot be together; `nearest` says what can.
     """
     _check_policy(policy)
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 0):
-        raise ValueError(f"rows must be a non-negative int or None, got {rows!r}")
+    held = [] if rows is None else [rows] if isinstance(rows, int) else list(rows)
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in held):
+        raise ValueError(f"rows must be non-negative ints or None, got {rows!r}")
     if flops_per_byte is not None and not flops_per_byte > 0:
         raise ValueError(f"flops_per_byte must be positive or None, got {flops_per_byte}")
     why = refusal(config, policy)
@@ -192,7 +195,7 @@ def decide(
         raise ValueError(why)
     if policy == "sglang":
         return _published(config)
-    return _automatic(config, rows, flops_per_byte, may_replicate)
+    return _automatic(config, held, flops_per_byte, may_replicate)
 
 
 def refusal(config: ParallelConfig, policy: str = "auto") -> str | None:
@@ -215,7 +218,7 @@ def refusal(config: ParallelConfig, policy: str = "auto") -> str | None:
     if asked and config.enable_dp_lm_head:
         return (
             "enable_tp_lm_head_all_to_all is asked for, but with enable_dp_lm_head the vocabulary "
-            "is shared inside each attention group, not by all ranks"
+            "is shared by each set of ranks with the same rows, not by all ranks"
         )
     if asked and config.replicated_head:
         return (
@@ -318,12 +321,13 @@ def _published(config: ParallelConfig) -> Decision:
             "the published code takes it for a batch whose row count is positive and the same on "
             "all ranks, and gathers otherwise"
         )
-        if config.tied_head or config.replicated_head:
-            advice = (
-                f"the published code finds a {'tied' if config.tied_head else 'replicated'} head "
-                "when it runs, and gathers all the same"
-            )
     outcome = "all_to_all" if on else "all_gather"
+    if on and (config.tied_head or config.replicated_head):
+        outcome, advice = "all_gather", None
+        reason += (
+            f"; but the published code finds a {'tied' if config.tied_head else 'replicated'} head "
+            "when it runs, and gathers all the same"
+        )
     if config.tp_size == 1:
         reason += "; one rank has nobody to exchange with"
         return Decision("sglang", "local", "local", 1, layout, conditions, reason, on)
@@ -345,7 +349,7 @@ def tensorrt_llm_ranks(rows: int, ranks: int) -> int:
 
 
 def _automatic(
-    config: ParallelConfig, rows: int | None, flops_per_byte: float | None, may_replicate: bool
+    config: ParallelConfig, held: list[int], flops_per_byte: float | None, may_replicate: bool
 ) -> Decision:
     """Our policy; what it refuses has been refused."""
     layout = config.layout()
@@ -361,7 +365,7 @@ def _automatic(
         Condition(
             "no_dp_head",
             not config.enable_dp_lm_head,
-            "no head per attention group is asked for (enable_dp_lm_head is "
+            "no head of fewer ranks is asked for (enable_dp_lm_head is "
             f"{_on(config.enable_dp_lm_head)})",
         ),
         Condition(
@@ -372,16 +376,19 @@ def _automatic(
         ),
     ]
     smaller = ranks > few and not config.replicated_head
-    enough = False
-    if smaller and rows is not None and flops_per_byte is not None:
-        enough = rows >= flops_per_byte
+    enough, rows = False, max(held, default=0)
+    if smaller and held and flops_per_byte is not None:
+        least = min(held)
+        enough = least == rows >= flops_per_byte
+        words = f"rows that a rank holds are fewer than FLOPs per byte ({rows} and "
+        if least != rows:
+            words = f"rows are fewer than FLOPs per byte, or not alike ({least} to {rows}, and "
         conditions.append(
             Condition(
                 "rows_under_ratio",
                 not enough,
-                f"rows that a rank holds are fewer than FLOPs per byte ({rows} and "
-                f"{flops_per_byte:.0f})",
-                decides=may_replicate,
+                f"{words}{flops_per_byte:.0f})",
+                decides=may_replicate and asked is None,
             )
         )
     if smaller and rows:
@@ -401,10 +408,11 @@ def _automatic(
     times = ranks // few
     if outcome == "all_to_all" and enough:
         words = (
-            f"with {rows} rows held, a head per attention group reads its weights in no more time "
-            "than it multiplies, does as many FLOPs per rank and exchanges nothing between groups"
+            f"with {rows} rows held, a head per set of ranks with the same rows reads its weights "
+            "in no more time than it multiplies, does as many FLOPs per rank and exchanges nothing "
+            "between sets"
         )
-        if may_replicate:
+        if may_replicate and asked is None:
             outcome, head_ranks, reason = "dp_head", few, words
             route = "local" if few == 1 else "all_to_all"
         else:

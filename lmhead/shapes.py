@@ -156,6 +156,13 @@ class Rows:
         return sum(self.counts[: self.group.start])
 
     @property
+    def shape(self) -> list[int]:
+        """Ranks, those of an attention group, and those that hold the same rows: what must be equal
+        on all ranks beside `held`.
+        """
+        return [self.ranks, self.span, self.copies]
+
+    @property
     def groups(self) -> tuple[int, ...]:
         """G of every attention group, in order."""
         firsts = range(0, self.ranks, self.span)
@@ -312,7 +319,8 @@ class Layout:
         """G, where the rows that this rank owns begin among them, and how many these are, in code
         that is being traced and checks nothing.  Without counts each set holds `equal` rows.
         """
-        group, place = divmod(rank, self.span)
+        # Not divmod, which Dynamo refuses where it takes a layout's sizes for symbols.
+        group, place = rank // self.span, rank % self.span
         width = self.attn_cp_size
         if row_counts is None:
             total = equal * width

@@ -78,7 +78,8 @@ def agree(
     if checking:
         held = () if rows is None else rows.held
         forms = [] if error else [f"{part.dtype} {list(part.shape[1:])}" for part in parts]
-        fields = {"op": "share", "row_counts": list(held), "parts": forms}
+        layout = [] if rows is None else rows.shape
+        fields = {"op": "share", "row_counts": list(held), "layout": layout, "parts": forms}
         comm.agree(fields, error, Call("check", held, 0, "uint8", number), device)
     if error is not None:
         raise error

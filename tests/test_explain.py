@@ -45,6 +45,8 @@ COMMANDS = {
     "mixed-wide": "--tp-size 8 --dp-size 2 --row-counts 50 7 --model qwen3 --device h200",
     "tensor": "--tp-size 8 --rows 100 --model kimi",
     "context": "--tp-size 4 --dp-size 2 --attn-cp-size 2 --row-counts 3 0 5 1 --model gpt-oss",
+    "context-tensor": "--tp-size 8 --dp-size 2 --attn-cp-size 2 --rows 6",
+    "uneven-many": "--tp-size 8 --dp-size 4 --row-counts 512 0 300 512 --may-replicate",
     "one": "--tp-size 1 --rows 4 --model smollm2-135m",
     "off": "--tp-size 8 --dp-size 4 --no-enable-tp-lm-head-all-to-all --logits 32",
     "dp-head": "--tp-size 8 --dp-size 4 --enable-dp-lm-head",

@@ -85,24 +85,27 @@ def _run(rank: int, ranks: int, said: dict[str, Any]) -> dict[str, Any]:
     result["hidden"] = gathered
     if ranks == 1:
         return result
-    # What the other lines say, by a head of our own rules.
-    ours = lmhead.LMHead(shard, VOCAB, group, logits_dtype=dtype, layout=found.layout)
+    # What the other lines say: of what is decided, and of both routes.
+    ours = lmhead.LMHead(
+        shard, VOCAB, group, logits_dtype=dtype, layout=found.layout, route="all_to_all"
+    )
     other = lmhead.LMHead(
         shard, VOCAB, group, logits_dtype=dtype, layout=found.layout, route="all_gather"
     )
     for name, call in (
         ("all_to_all", lambda: ours(hidden, counts)),
         ("all_gather", lambda: other(hidden, counts)),
-        ("replicate", lambda: ours(hidden, counts, replicate=True)),
+        ("replicate", lambda: head(hidden, counts, replicate=True)),
     ):
         with crossed(group) as seen:
             call()
         assert sum(seen.calls[:-1]) == gathered
         result[name] = seen.calls[-1] if seen.calls else 0
-    drawn = ours.sample(hidden, row_counts=counts, top_k=TOP_K, details=True)
-    result["candidates"] = ours.stats().get("candidates", lmhead.route.RouteStats(0, {}, 0)).bytes
+    drawn = head.sample(hidden, row_counts=counts, top_k=TOP_K, details=True)
+    drawn_stats = head.stats().get("candidates")
+    result["candidates"] = 0 if drawn_stats is None else drawn_stats.bytes
     with crossed(group) as seen:
-        ours.share(drawn.ids)
+        head.share(drawn.ids)
     result["share"] = seen.busier
     assert isinstance(drawn, Sample)
     return result

@@ -319,8 +319,11 @@ def _without_all_to_all() -> Iterator[None]:
 
 
 def _by_gathers(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]:
-    layout, wrong = Layout.of(*sizes), []
+    layout, wrong, work = Layout.of(*sizes), [], lmhead.Workspace()
     head = _head(rank, ranks, layout=layout)
+    partials = {
+        total: (whole(total, WIDTH, seed=total) @ head.weight.t()) * 0.5 for total in range(40)
+    }
     for number in (1, 2, 3, 5, 8):
         held, _ = held_rows(sizes, number)
         hidden = _hidden(sizes, rank, held)
@@ -330,7 +333,12 @@ def _by_gathers(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[str]
 
         def results(given: Any = given, held: Any = held, hidden: Any = hidden) -> list[Any]:
             sample = head.sample(hidden, row_counts=held, details=True, **given)
-            return [head(hidden, held), *sample.tensors(), *head.share(sample).tensors()]
+            found = [head(hidden, held), *sample.tensors(), *head.share(sample).tensors()]
+            for _ in range(2):  # into the same buffers
+                options = {"layout": layout, "row_counts": held, "workspace": work, **given}
+                drawn = lmhead.sample_exchange(partials[sum(held)], vocab_size=VOCAB, **options)
+                found += drawn.tensors()
+            return found
 
         want = results()
         with _without_all_to_all(), collectives() as seen:
@@ -399,6 +407,64 @@ def test_own_gemms_have_layouts_too(sizes: tuple[int, int, int]) -> None:
     assert pool(4).run(_own_gemm, sizes) == [[]] * 4
 
 
+def _one_row(rank: int, ranks: int) -> list[list[int]]:
+    """One masked row in all, whose mask has more bytes than its hidden row: several draws."""
+    vocab = 1024
+    weight = shard_of(whole(vocab, 4, seed=1), ranks, rank)
+    found = []
+    for layout in (Layout.data_parallel(ranks), Layout.of(ranks, 2)):
+        head = lmhead.LMHead(weight, vocab, layout=layout, route="all_gather")
+        held = [1] + [0] * (layout.sets - 1)
+        rows = layout.rows(held, rank)
+        mask = torch.ones(rows.group_total, vocab, dtype=torch.bool)
+        mask[:, :900] = False
+        hidden = whole(rows.brought, 4, seed=2)
+        for _ in range(4):
+            given = {"seeds": 3, "positions": 5, "mask": mask, "share": True}
+            found.append(head.sample(hidden, row_counts=held, **given).tolist())
+    return found
+
+
+def test_one_masked_row_is_drawn_the_same_again() -> None:
+    single = lmhead.LMHead(whole(1024, 4, seed=1), 1024)
+    mask = torch.arange(1024)[None] >= 900
+    want = single.sample(whole(1, 4, seed=2), seeds=3, positions=5, mask=mask).tolist()
+    plain, *rest = pool(4).run(_one_row)
+    assert plain == [want] * 8
+    assert all(
+        found[4:] == ([want] * 4 if rank == 1 else [[]] * 4) for rank, found in enumerate(rest, 1)
+    )
+
+
+@torch.no_grad()
+def _dynamic(rank: int, ranks: int) -> list[str]:
+    """Two layouts through one compiled function, static and dynamic: sizes become symbols."""
+    wrong = []
+    weight = whole(VOCAB, WIDTH, seed=1)
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+
+        def step(partial: torch.Tensor, layout: Layout, held: list[int]) -> list[torch.Tensor]:
+            given = {"vocab_size": VOCAB, "layout": layout, "row_counts": held}
+            logits = lmhead.exchange(partial * 1.0, **given)
+            ids = lmhead.sample_exchange(partial * 1.0, temperature=0.0, **given).ids
+            return [logits, ids, lmhead.share(ids, layout=layout, row_counts=held)]
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for sizes in SIZES:
+            layout = Layout.of(*sizes)
+            held = [3, 1, 2, 5][: layout.sets]
+            everyone = whole(sum(held), WIDTH, seed=sum(held))
+            partial = everyone @ shard_of(weight, ranks, rank).t()
+            pairs = zip(compiled(partial, layout, held), step(partial, layout, held), strict=True)
+            wrong += [f"{dynamic} {sizes}: {a}, {b}" for a, b in pairs if not torch.equal(a, b)]
+    return wrong
+
+
+def test_one_compiled_function_takes_several_layouts() -> None:
+    assert pool(4).run(_dynamic) == [[]] * 4
+
+
 # The rules, and who disagrees.
 
 
@@ -447,6 +513,8 @@ def _checked(rank: int, ranks: int) -> dict[str, Any]:
     sizes, held = (ranks, 2, 1), [2, 2]
     head = _head(rank, ranks, layout=Layout.of(*sizes))
     hidden = _hidden(sizes, rank, held)
+    other = Layout(1, 2, 2) if odd else Layout(2, 2, 1)
+    mine = other.rows([2, 2], rank).own
     return {
         "replicate": caught(lambda: head(hidden, replicate=odd)),
         "counts": caught(lambda: head(hidden, [2, 3] if odd else [2, 2])),
@@ -456,6 +524,23 @@ def _checked(rank: int, ranks: int) -> dict[str, Any]:
             lambda: head.share(torch.zeros(1, dtype=torch.int64 if odd else torch.int32), held)
         ),
         "same": caught(lambda: head.share(torch.zeros(1), held).tolist()),
+        # As many sets of ranks, but other groups and owners.
+        "layout, exchange": caught(
+            lambda: lmhead.exchange(torch.ones(6, 2), vocab_size=8, layout=other, row_counts=[3, 3])
+        ),
+        "layout, draw": caught(
+            lambda: lmhead.sample_exchange(
+                torch.ones(6, 2), vocab_size=8, layout=other, row_counts=[3, 3], top_k=2
+            )
+        ),
+        "layout, share": caught(
+            lambda: lmhead.share(torch.zeros(mine), layout=other, row_counts=[2, 2])
+        ),
+        "operator, share": caught(
+            lambda: torch.ops.lmhead.share(
+                [torch.zeros(3 if odd else 1)], 2, [2, 2, 1], held, head._comm.name, ranks
+            )
+        ),
     }
 
 

@@ -113,8 +113,8 @@ def test_the_published_policy_looks_at_flags_alone() -> None:
     assert decision.outcome == "all_gather" and decision.layout is None
     tied = replace(PURE, tied_head=True, disaggregation_mode="decode")
     decision = decide(tied, "sglang")
-    assert decision.enabled
-    assert decision.advice is not None and "finds a tied head when it runs" in decision.advice
+    assert decision.enabled and "finds a tied head when it runs" in decision.reason
+    assert (decision.outcome, decision.head_options()["route"]) == ("all_gather", "all_gather")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,10 @@ def test_our_rules(config: ParallelConfig, outcome: str, way: str, ranks: int) -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"enable_dp_lm_head": True}, "with enable_dp_lm_head the vocabulary is shared inside"),
+        (
+            {"enable_dp_lm_head": True},
+            "with enable_dp_lm_head the vocabulary is shared by each set",
+        ),
         ({"replicated_head": True}, "every rank holds the whole vocabulary"),
         ({"dp_size": 3}, "tp_size 8 is no multiple of 3 attention groups * attn_cp_size 1"),
         ({"attn_cp_size": 4}, "tp_size 8 is no multiple of 4 attention groups * attn_cp_size 4"),
@@ -190,6 +193,17 @@ def test_rows_against_the_devices_ratio() -> None:
     # Two ranks hold the same rows and share a vocabulary.
     chosen = decide(MIXED, rows=282, flops_per_byte=B200, may_replicate=True)
     assert (chosen.outcome, chosen.route, chosen.head_ranks) == ("dp_head", "all_to_all", 2)
+    # An explicit choice wins, and is advised of the other.
+    asked = replace(PURE, enable_tp_lm_head_all_to_all=True)
+    kept = decide(asked, rows=282, flops_per_byte=B200, may_replicate=True)
+    assert kept.enabled and kept.advice is not None and "282 rows" in kept.advice
+    # Uneven rows would load the ranks of one set with more than their part of the FLOPs.
+    uneven = decide(MIXED, rows=[512, 0, 0, 0], flops_per_byte=B200, may_replicate=True)
+    assert uneven.enabled and uneven.advice is None
+    (ratio,) = (at for at in uneven.conditions if at.name == "rows_under_ratio")
+    assert ratio.holds and "not alike (0 to 512, and 281)" in ratio.words
+    even = decide(MIXED, rows=[512] * 4, flops_per_byte=B200, may_replicate=True)
+    assert even.outcome == "dp_head"
     # One attention group is all ranks: its head is the one that there is.
     whole = decide(ParallelConfig(8), rows=MOST_ROWS, flops_per_byte=B200, may_replicate=True)
     assert whole.enabled and "rows_under_ratio" not in {at.name for at in whole.conditions}
@@ -286,7 +300,7 @@ def test_null_is_how_an_engine_spells_none() -> None:
     ("words", "arguments"),
     [
         ("policy must be one of auto, sglang, got 'vllm'", {"policy": "vllm"}),
-        ("rows must be a non-negative int or None, got -1", {"rows": -1}),
+        ("rows must be non-negative ints or None, got -1", {"rows": -1}),
         ("flops_per_byte must be positive or None, got 0", {"flops_per_byte": 0}),
     ],
 )

@@ -135,8 +135,8 @@ def run_sample_exchange(
     if comm.ranks > 1:
         with stage("gather"):
             owned = Rows(plan.rows.counts, comm.rank)  # records are brought by their rows' owners
-            call_ = replace(call, dtype="int32")
-            words = ops.run_gather(comm, owned, work, records.words, call_, "records")
+            told = replace(call, dtype="int32")
+            words = ops.run_gather(comm, owned, work, records.words, told, "records")
         records = Records(words, records.form)
     return _draw(comm, plan, work, partial, records, mask, call)
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lmhead.comm import Call
 from lmhead.head import LMHead, WarmupReport
+from lmhead.shapes import Layout
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,7 @@ class DecodeGraphs:
         error: Exception | None = None
         try:
             rows = self._check_inputs(inputs)
-            sets = self._heads[0].layout.sets if self._heads else None
-            most = _largest(agreed, rows, sets)
+            most = _largest(agreed, rows, self._heads[0].layout if self._heads else None)
             bucket = self.bucket(most)
         except (ValueError, TypeError) as caught:
             error = caught
@@ -362,7 +362,7 @@ def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _largest(agreed: int | Sequence[int] | None, rows: int, sets: int | None) -> int:
+def _largest(agreed: int | Sequence[int] | None, rows: int, layout: Layout | None) -> int:
     """The row count that the bucket is chosen by."""
     if agreed is None:
         return rows
@@ -374,8 +374,9 @@ def _largest(agreed: int | Sequence[int] | None, rows: int, sets: int | None) ->
     counts = [agreed] if isinstance(agreed, int) else list(agreed)
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
         raise ValueError(f"agreed must be non-negative ints, got {agreed!r}")
-    if sets is not None and not isinstance(agreed, int) and len(counts) != sets:
-        raise ValueError(f"agreed must name {sets} ranks, got {len(counts)}: {agreed!r}")
+    if layout is not None and not isinstance(agreed, int) and len(counts) != layout.sets:
+        who = "ranks" if layout.plain else "sets of ranks that hold rows"
+        raise ValueError(f"agreed must name {layout.sets} {who}, got {len(counts)}: {agreed!r}")
     if rows > max(counts):
         raise ValueError(f"this rank has {rows} rows, more than the agreed {agreed!r}")
     return max(counts)

@@ -156,8 +156,9 @@ def share_op(
     comm = ops.op_comm(group_name, ranks, device)
     known, error = None, None
     try:
-        ops.check_layout(Layout(*layout), comm)
-        known = Layout(*layout).rows(ops.listed(row_counts) or [], comm.rank)
+        given = Layout(*layout)
+        ops.check_layout(given, comm)
+        known = given.rows([int(count) for count in row_counts], comm.rank)
         sharing.check_parts(parts, known.own, device)
     except (ValueError, TypeError) as caught:
         error = caught
@@ -166,7 +167,7 @@ def share_op(
     assert known is not None and known.group_total == rows
     found = sharing.run_share(comm, known, Workspace(), parts)
     pairs = zip(found, parts, strict=True)
-    return [part.clone() if part is given else part for part, given in pairs]
+    return [part.clone() if part is own else part for part, own in pairs]
 
 
 @torch.library.custom_op("lmhead::exchange", mutates_args=(), schema=f"({_EXCHANGE}) -> Tensor")

@@ -263,9 +263,7 @@ class Layout:
         return " of ".join(parts) or "one rank"
 
     def owners(self, row_counts: Sequence[int]) -> tuple[int, ...]:
-        """Rows held, a count per set -> rows owned, a count per rank: what `lmhead.exchange`
-        takes as `row_counts`.
-        """
+        """Rows held, a count per set -> rows owned, a count per rank."""
         width = self.attn_cp_size
         groups = [
             sum(row_counts[first * width : (first + 1) * width]) for first in range(self.dp_size)

@@ -59,7 +59,7 @@ ALLOWED = {
         *("comm", "draw", "operators", "ops", "order", "sample_operators", "sampling"),
         *("shapes", "sharing", "workspace"),
     },
-    "graphs": {"comm", "head"},
+    "graphs": {"comm", "head", "shapes"},
     "demo": {
         *("compare", "graphs", "head", "launch", "own_gemm", "sampling", "shapes", "timing"),
     },

@@ -225,7 +225,8 @@ def _unwarmed(rank: int, ranks: int) -> list[Any]:
     """In a capture, after a warm-up of owned logits alone."""
     head = _head(rank, ranks, layout=Layout.of(ranks, 2))
     hidden = _hidden((ranks, 2, 1), rank, [2, 2])
-    head.warmup([2])
+    head.warmup([2], sample={"temperature": 0.5}, replicate=False)
+    assert head.last_route is None and head.last_rows is None and head.stats() == {}
     with mock.patch.object(ops, "is_capturing", lambda device: True):
         return [
             raised(lambda: head(hidden)),
@@ -255,9 +256,11 @@ def _graphs(rank: int, ranks: int, sizes: tuple[int, int, int]) -> list[list[int
     graphs = lmhead.DecodeGraphs(step, (2, 4), heads=(head,))
     graphs.capture(torch.empty(1, WIDTH))
     found = []
+    refused = raised(lambda: graphs(torch.zeros(1, WIDTH), agreed=[1] * ranks))
+    assert "agreed must name 2 sets of ranks that hold rows, got 4" in refused.text, refused
     for count in (1, 3, 4):
         hidden = _hidden(sizes, rank, [count] * head.layout.sets)
-        found.append(graphs(hidden).tolist())
+        found.append(graphs(hidden, agreed=[count] * head.layout.sets).tolist())
         assert found[-1] == head.sample(hidden, temperature=0.0, share=True).tolist()
     return found
 

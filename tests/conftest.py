@@ -74,5 +74,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="every shipped config, every draw and every demo instead of a representative part",
+        help="slow tests too, and every shipped config, every sample and every demo instead of a "
+        "representative part",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out, unless everything is asked for, a marker expression speaks of them, or
+    tests are named one by one.
+    """
+    named = "slow" in config.option.markexpr or any("::" in argument for argument in config.args)
+    if config.option.everything or named:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]

@@ -110,11 +110,12 @@ def sizes_of(
 
 def check_deterministic(kernels: str, width: int, device: torch.device) -> None:
     """ValueError where torch's kernels cannot be batch-invariant on this machine."""
-    if kernels == "torch" and not reference.sums_in_one_order(width, device):
+    depends = reference.order_of_sums(width, device) if kernels == "torch" else None
+    if depends is not None:
         raise ValueError(
-            f"deterministic=True needs products of one shape whose elements are summed up in one "
-            f"order, and torch's library on this {device.type} has another order by where in the "
-            f"result an element stands (H = {width})"
+            f"deterministic=True needs a library that sums up each element of a product of one "
+            f"shape in one order, and {reference.library_of(device)} on this {device.type} takes "
+            f"the order by {depends} (H = {width})"
         )
 
 

@@ -7,10 +7,12 @@ M2, `LMHead(..., deterministic=True)`: a row has the same bits whatever B, N and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +192,88 @@ def test_m2_four_ranks_give_the_bits_of_one(
             assert_same_bits(logits, want[rows])
 
 
+def splitting(least: int) -> Any:
+    """torch.mm as of a library that splits sums of `least` terms or more by the number of threads:
+    MKL on an Intel CPU with AVX-512 and AMX does so from about 1023 terms on.
+    """
+    product = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        terms, threads = a.shape[1], torch.get_num_threads()
+        parts = [terms] if terms < least else [-(-terms // threads)] * threads
+        found = None
+        for left, right in zip(a.split(parts[0], 1), b.split(parts[0], 0), strict=True):
+            part = product(left, right)
+            found = part if found is None else found + part
+        assert found is not None
+        return found if out is None else out.copy_(found)
+
+    return mock.patch.object(torch, "mm", mm)
+
+
+def _bits_by_threads(rank: int, ranks: int, width: int) -> list[torch.Tensor]:
+    """The logits of this rank's rows, under one to four threads; by torch's library and by one that
+    splits long sums.
+    """
+    weight, hidden = normal(131, width, seed=8), everyone(width, torch.float32)
+    own = hidden[8 * rank : 8 * rank + 5]
+    found, before = [], torch.get_num_threads()
+    try:
+        for library in (contextlib.nullcontext(), splitting(1000)):
+            for threads in (1, 2, 3, 4):
+                torch.set_num_threads(threads)
+                with library, torch.no_grad():
+                    head = lmhead.LMHead.from_full(weight, kernels="torch", deterministic=True)
+                    found.append(head(own))
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+@pytest.mark.parametrize("width", [64, 1023, 1024, 2048, 7168])
+def test_m2_bits_depend_on_neither_threads_nor_ranks(width: int) -> None:
+    want: dict[int, torch.Tensor] = {}
+    for ranks in (1, 2, 4):
+        for rank, found in enumerate(pool(ranks).run(_bits_by_threads, width)):
+            assert len(found) == 8
+            for logits in found:
+                assert_same_bits(logits, want.setdefault(rank, found[0]))
+
+
+def test_m2_the_splitting_library_is_what_such_a_cpu_does() -> None:
+    """The test above can fail: a plain product by that library follows the number of threads."""
+    a, b = normal(16, 1024, seed=9), normal(128, 1024, seed=10)
+    before, found = torch.get_num_threads(), []
+    try:
+        with splitting(1000):
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                found.append(torch.mm(a, b.t()))
+    finally:
+        torch.set_num_threads(before)
+    assert not torch.equal(*found)
+
+
+def _refused(rank: int, ranks: int, width: int) -> str:
+    """The text with which a library is refused whose every sum follows the number of threads."""
+    weight, before = normal(40, width, seed=11), torch.get_num_threads()
+    with splitting(2):
+        try:
+            lmhead.LMHead.from_full(weight, kernels="torch", deterministic=True)
+        except ValueError as error:
+            assert torch.get_num_threads() == before
+            return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("width", [64, 7168])
+def test_m2_a_library_whose_sums_follow_the_number_of_threads_is_refused(width: int) -> None:
+    for text in pool(2).run(_refused, width):
+        name = reference.library_of(torch.device("cpu"))
+        assert f"{name} on this cpu takes the order by the number of threads" in text
+        assert f"(H = {width})" in text
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -199,9 +283,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_m2_torchs_kernels_do_not_depend_on_threads_or_on_how_the_weight_lies(
-    dtype: torch.dtype,
-) -> None:
+def test_m2_torchs_kernels_do_not_depend_on_how_the_weight_lies(dtype: torch.dtype) -> None:
     hidden, weight = everyone(1023, dtype), normal(513, 1023, seed=4).to(dtype)
     results = []
     for number in (1, 2, 3):
@@ -216,6 +298,18 @@ def test_m2_torchs_kernels_do_not_depend_on_threads_or_on_how_the_weight_lies(
             results.append(reference.gemm(hidden, lying, out=out, deterministic=True))
     for result in results[1:]:
         assert_same_bits(result, results[0])
+
+
+def test_m2_blocks_of_a_sum_are_added_in_their_order() -> None:
+    """A 1 that comes after 2**24 in a block is lost; in a block of its own before it is taken off
+    again, it is not.
+    """
+    weight, hidden = torch.zeros(1, 1536), torch.ones(1, 1536)
+    weight[0, 0], weight[0, 512], weight[0, 1024] = 2.0**24, 1.0, -(2.0**24)
+    out = torch.empty(1, 1)
+    assert reference.gemm(hidden, weight, out=out, deterministic=True).item() == 0.0
+    weight[0, 512], weight[0, 1024] = -(2.0**24), 1.0
+    assert reference.gemm(hidden, weight, out=out, deterministic=True).item() == 1.0
 
 
 def test_m2_a_library_with_several_orders_of_summation_is_refused(

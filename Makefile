@@ -5,23 +5,37 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.8.0
 ARGS ?=
+# Test processes.  All tests with several ranks run in one of them, so more than a few are of no use.
+WORKERS ?= 2
 
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALL := $(RUN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(RUN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+# Tests whose expectations rest on arithmetic in floating point.
+NUMERICS := $(addprefix tests/, $(addsuffix .py, test_gemm test_head test_ops test_layouts \
+	test_layout_operators test_compile test_noise test_sample test_sample_equality test_sample_kernels \
+	test_sample_statistics $(addprefix test_cases_, a b c d e j m)))
 OLD_TRITON := $(VENV)/triton-3.6
 
-.PHONY: demo test test-all test-triton36 lint format bench gpu-check clean
+.PHONY: demo test test-all test-numerics test-triton36 lint format bench gpu-check clean
 
 demo: $(VENV)/.demo
 	$(RUN)/lmhead demo $(ARGS)
 
 test: $(VENV)/.test
-	$(RUN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
-# Every config of the shipped tables is compiled, instead of a representative part: minutes more.
+# The slow tests too, and every config of the shipped tables instead of a representative part.
 test-all: $(VENV)/.test
-	$(RUN)/python -m pytest --everything $(ARGS)
+	$(PYTEST) --everything $(ARGS)
+
+# What rests on sums and bits, as other machines compute: without vector instructions on one thread;
+# and by a library that sums up in other orders, on more threads than there are cores.
+test-numerics: $(VENV)/.test
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(PYTEST) $(NUMERICS) $(ARGS)
+	OMP_NUM_THREADS=4 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		$(PYTEST) --library splitting $(NUMERICS) $(ARGS)
 
 # The kernels once more, in the oldest Triton that is supported; its interpreter needs numpy < 2.4.
 test-triton36: $(VENV)/.test $(OLD_TRITON)/.done

@@ -109,13 +109,15 @@ class LMHead(nn.Module):
             (`lmhead.route`).
         kernels: "triton", "torch" or None (Triton on CUDA, torch on CPU; LMHEAD_KERNELS may ask
             too).
-        deterministic: a row's logits have the same bits whatever the batch size, its neighbours and
-            N (batch invariance).  The GEMM then runs in tiles of one size, never by a tuned table:
-            on CUDA weight tiles are read once per 128 rows, and fp32 runs without cuBLAS; on a CPU
-            every product is an fp32 one of 16 x 128, which takes 4 to 5 times as long for one row
-            (bench/test_deterministic.py: H = 2048, one thread, EPYC with AVX-512 bf16, 2026-12-01),
-            and for 32 rows 4 to 9 times in bf16, under 2 times in fp32.  A CPU whose library has
-            several orders of summation is refused.
+        deterministic: a row's logits have the same bits whatever the batch size, its neighbours,
+            N and the number of threads (batch invariance), for H up to 16384.  The GEMM then runs
+            in tiles of one size, never by a tuned table: on CUDA weight tiles are read once per 128
+            rows, and fp32 runs without cuBLAS; on a CPU every product is an fp32 one of 16 rows,
+            128 columns and at most 512 terms, and longer sums are added up block by block
+            (@COST@).  A CPU whose library sums up even these in
+            several orders is refused, by its name.  The bits are those of one machine, torch and
+            library: another vendor's CPU or another instruction set may sum up such a block in
+            another order, which changes the last bits, never more.
         check_finite: refuse weights with NaN or infinity in a true vocabulary row (reads the weight
             once).
 

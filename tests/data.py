@@ -4,6 +4,7 @@ guarded, and errors measured against torch's at equal precision.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,17 +20,20 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Whatever a kernel leaves of this pattern it has not written; what a border loses of it was written
 # by mistake.
 CANARY = 0x5A
+# Set by the option --everything.
+EVERYTHING = "LMHEAD_TEST_EVERYTHING"
 
 
 def quick(examples: int) -> settings:
-    """Property tests of kernels: no deadline, since the interpreter's first call is slow.
+    """Property tests of kernels: `examples` under --everything, a third of them in a quick run; no
+    deadline, since the interpreter's first call is slow.
 
     Imported here: the tests for a GPU need no hypothesis.
     """
     from hypothesis import HealthCheck, settings
 
     return settings(
-        max_examples=examples,
+        max_examples=examples if os.environ.get(EVERYTHING) else -(-examples // 3),
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )

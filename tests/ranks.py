@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import library
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -57,7 +58,7 @@ class Pool:
         self.ranks = ranks
         self._closed = False
         self._folder = tempfile.TemporaryDirectory(prefix="lmhead-ranks-")
-        context = mp.get_context("spawn")
+        context = _context()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
@@ -121,6 +122,15 @@ class Pool:
         self._folder.cleanup()
 
 
+def _context() -> Any:
+    """Rank processes are forked from one process that has imported what takes seconds, and has
+    neither threads nor a group.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "triton.language", "hypothesis"])
+    return context
+
+
 _pools: dict[int, Pool] = {}
 
 
@@ -170,7 +180,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
             job, args = pickle.loads(pipe.recv_bytes())
             begin = time.monotonic()
             try:
-                value = job(rank, ranks, *args)
+                with library.asked():
+                    value = job(rank, ranks, *args)
                 outcome = Outcome(value=value, seconds=time.monotonic() - begin)
                 data = pickle.dumps(outcome)
             except BaseException as error:

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from ranks import pool
 
 from lmhead import cli
-from lmhead.bench import command, methods, plots, report, results, suites
+from lmhead.bench import command, methods, plots, rates, report, results, suites
 from lmhead.bench.peers import PEERS
 from lmhead.bench.results import Report, Row
 from lmhead.bench.torch_sampler import Sampler, engine_sample, lean_sample
@@ -33,7 +34,9 @@ SMALL = ["--vocab", "1001", "--hidden", "32", "--rounds", "4"]
 
 
 def on_pool(rank: int, ranks: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    found = job(rank, ranks, torch.device("cpu"), *arguments)
+    # The machine's rates by small copies and products: a CPU without bf16 takes seconds for others.
+    with mock.patch.multiple(rates, COPIES=(rates.MIB,), EXCHANGES=(rates.MIB,), MATRIX=64):
+        found = job(rank, ranks, torch.device("cpu"), *arguments)
     assert rank == 0 or found is None
     return found
 

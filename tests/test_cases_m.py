@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from data import FLOATS, addresses, assert_as_exact_as_torch, assert_same_bits, transposed
 from data_head import KERNELS, Arithmetic, normal
 from guards import Allocations, sums_in_order
+from library import by_threads, splitting
 from ranks import pool
 
 import lmhead
@@ -192,25 +192,6 @@ def test_m2_four_ranks_give_the_bits_of_one(
             assert_same_bits(logits, want[rows])
 
 
-def splitting(least: int) -> Any:
-    """torch.mm as of a library that splits sums of `least` terms or more by the number of threads:
-    MKL on an Intel CPU with AVX-512 and AMX does so from about 1023 terms on.
-    """
-    product = torch.mm
-
-    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        terms, threads = a.shape[1], torch.get_num_threads()
-        parts = [terms] if terms < least else [-(-terms // threads)] * threads
-        found = None
-        for left, right in zip(a.split(parts[0], 1), b.split(parts[0], 0), strict=True):
-            part = product(left, right)
-            found = part if found is None else found + part
-        assert found is not None
-        return found if out is None else out.copy_(found)
-
-    return mock.patch.object(torch, "mm", mm)
-
-
 def _bits_by_threads(rank: int, ranks: int, width: int) -> list[torch.Tensor]:
     """The logits of this rank's rows, under one to four threads; by torch's library and by one that
     splits long sums.
@@ -219,10 +200,10 @@ def _bits_by_threads(rank: int, ranks: int, width: int) -> list[torch.Tensor]:
     own = hidden[8 * rank : 8 * rank + 5]
     found, before = [], torch.get_num_threads()
     try:
-        for library in (contextlib.nullcontext(), splitting(1000)):
-            for threads in (1, 2, 3, 4):
-                torch.set_num_threads(threads)
-                with library, torch.no_grad():
+        for library in (contextlib.nullcontext(), splitting()):
+            with library, torch.no_grad():
+                for threads in (1, 2, 3, 4):
+                    torch.set_num_threads(threads)
                     head = lmhead.LMHead.from_full(weight, kernels="torch", deterministic=True)
                     found.append(head(own))
     finally:
@@ -245,7 +226,7 @@ def test_m2_the_splitting_library_is_what_such_a_cpu_does() -> None:
     a, b = normal(16, 1024, seed=9), normal(128, 1024, seed=10)
     before, found = torch.get_num_threads(), []
     try:
-        with splitting(1000):
+        with splitting():
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 found.append(torch.mm(a, b.t()))
@@ -257,7 +238,7 @@ def test_m2_the_splitting_library_is_what_such_a_cpu_does() -> None:
 def _refused(rank: int, ranks: int, width: int) -> str:
     """The text with which a library is refused whose every sum follows the number of threads."""
     weight, before = normal(40, width, seed=11), torch.get_num_threads()
-    with splitting(2):
+    with splitting(by_threads):
         try:
             lmhead.LMHead.from_full(weight, kernels="torch", deterministic=True)
         except ValueError as error:

@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_synthetic_prints_both_routes_and_checks_every_logit() -> None:
-    done = lmhead("demo", "--model", "synthetic", "--ranks", "2", "--rounds", "3", "--json")
+    done = lmhead("demo", "--model", "synthetic", "--ranks", "2", "--rounds", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["identical"] and report["verdict"].startswith("identical: ")

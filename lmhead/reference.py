@@ -92,7 +92,7 @@ def _fixed_gemm(
     scratch: Scratch,
 ) -> torch.Tensor:
     """`gemm` by products [FIXED_ROWS, terms] x [terms, FIXED_COLUMNS] of contiguous fp32 copies on
-    64-byte borders, zeros behind the last row, column and term: ((block 0 + block 1) + block 2) + ...
+    64-byte borders, zeros behind the last row, column and term; block 0 + block 1, + block 2, ...
 
     What is left to the library is checked by `order_of_sums`.
     """

@@ -2,7 +2,7 @@
 
 `Comm` wraps one process group: its own rank and size within the group (never the global rank), the
 three collectives that the head uses, and the check of what only all ranks together can know.  It
-never makes a group, and holds nothing by a group's name: names repeat after destroy_process_group.
+never makes a group, and holds the group itself, not its name (`lmhead.groups`).
 
 Payloads go to the backend as flat, contiguous 1-D views: graph capture takes no others.
 """
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lmhead import groups
 from lmhead.route import ALL_TO_ALL_BACKENDS
 from lmhead.shapes import BYTES_ONLY
 
@@ -57,7 +58,8 @@ class Call:
 class Comm:
     """One group's collectives.  `group` is a ProcessGroup, a 1-D DeviceMesh, or None for the
     default group; without an initialised torch.distributed, None means one rank.  Raises ValueError
-    where this process is not a member, or the group cannot serve tensors of `device`.
+    where this process is not a member, or the group cannot serve tensors of `device`, RuntimeError
+    where the group has been destroyed.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class Comm:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.group = _process_group(group)
+        self.group = groups.process_group(group)
         self.ranks, self.rank, self.name, self.backend = 1, 0, "", "none"
         if self.group is None:
             return
+        groups.require(self.group)
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError(
@@ -90,6 +93,11 @@ class Comm:
         comm = cls.__new__(cls)
         comm.group, comm.ranks, comm.rank, comm.name, comm.backend = None, 1, 0, "", "none"
         return comm
+
+    def require(self) -> None:
+        """RuntimeError where the group has been destroyed; no collective, 0.3 us on the host."""
+        if self.group is not None:
+            groups.require(self.group)
 
     @property
     def exchanges(self) -> bool:
@@ -266,45 +274,6 @@ class Comm:
             raise CollectiveError(
                 message, self.record(call) | {"collective": collective}
             ) from error
-
-
-def identify(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[str, int, int]:
-    """(name, N, own rank) of a group, "" for none: what code that is being traced may ask of it."""
-    found = _process_group(group)
-    if found is None:
-        return "", 1, 0
-    return found.group_name, dist.get_world_size(found), dist.get_rank(found)
-
-
-def resolve(name: str) -> dist.ProcessGroup | None:
-    """The group registered under `name` now ("" for none); looked up on every call and kept
-    nowhere.
-    """
-    if not name:
-        return None
-    # torch's functional collectives resolve their groups by the same call.
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-
-
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group must be a 1-D DeviceMesh, got {group.ndim}-D {tuple(group.shape)}: take "
-                "one dimension, or flatten"
-            )
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
-        raise ValueError(
-            "this process is not a member of the group: only members may build a head or exchange"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
-        )
-    return group
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lmhead import groups
 from lmhead.comm import Call
 from lmhead.head import LMHead, WarmupReport
 from lmhead.shapes import Layout
@@ -97,6 +99,9 @@ class DecodeGraphs:
     they write into kept buffers too.
 
     Calls run on the current stream; those of one object must not overlap.
+
+    A call asks whether every group that lmhead used in the capture still lives.  Nothing can ask
+    that for graphs which torch.cuda.graph or `mode="reduce-overhead"` replay.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class DecodeGraphs:
         self._fill: tuple[float, ...] = ()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._results: dict[int, Any] = {}  # by bucket, what its graph (or eager call) writes
+        self._groups: tuple[dist.ProcessGroup, ...] = ()  # that lmhead's calls in it went through
         self._why_not = "capture(...) has not been called"
         self._calls = itertools.count(1)
 
@@ -168,13 +174,14 @@ class DecodeGraphs:
                 example.new_full((largest, *example.shape[1:]), fill)
                 for example, fill in zip(examples, self._fill, strict=True)
             )
-        with torch.no_grad():
+        with torch.no_grad(), groups.watch() as used:
             reports = tuple(head.warmup(self.buckets, self._out) for head in self._heads)
             if eager:
                 self._keep_eager(warmups)
                 pool_bytes = None
             else:
                 pool_bytes = self._capture_all(device, warmups)
+        self._groups = tuple(used.values())
         self._why_not = ""
         return CaptureReport(self.buckets, reports, pool_bytes)
 
@@ -191,13 +198,16 @@ class DecodeGraphs:
         brings as many rows.  Where no rank has any, nothing runs.  The result lives until the next
         call, unless it is a `clone`.
 
-        Raises RuntimeError before `capture`, ValueError or TypeError, before anything runs, for
-        inputs unlike its examples or rows beyond the largest bucket.
+        Raises RuntimeError before `capture`, and where a group that lmhead's calls in `step` went
+        through has been destroyed since; ValueError or TypeError, before anything runs, for inputs
+        unlike its examples or rows beyond the largest bucket.
         """
         if self._why_not:
             raise RuntimeError(
                 f"{self._why_not}: call capture(*examples) on every rank first, or the step itself"
             )
+        for group in self._groups:  # a replay asks nobody, and would wait for ranks that are gone
+            groups.require(group)
         rows = most = bucket = 0
         error: Exception | None = None
         try:
@@ -228,6 +238,7 @@ class DecodeGraphs:
             graph.reset()
         self._graphs.clear()
         self._results.clear()
+        self._groups = ()
         self._inputs = ()
         self._why_not = "capture(...) has not been called"
 

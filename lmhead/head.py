@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lmhead import (
     draw,
+    groups,
     memory,
     operators,  # noqa: F401  registers torch.ops.lmhead
     ops,
@@ -94,7 +95,8 @@ class LMHead(nn.Module):
         vocab_size: V, the true vocabulary, at most N*S.  What lies beyond is padding; its content
             is never seen.
         group: ProcessGroup, 1-D DeviceMesh, or None for the default group (one rank where there is
-            none).
+            none).  Once it has been destroyed every call raises RuntimeError, compiled ones too:
+            build a new head.
         bias: [S], added to the fp32 accumulator.
         scale: multiplies (hidden @ weight.T + bias).
         softcap: cap * tanh(x / cap) after the scale; None for none.
@@ -153,6 +155,7 @@ class LMHead(nn.Module):
         if not isinstance(weight_shard, torch.Tensor):
             raise TypeError(f"weight_shard must be a tensor, got {type(weight_shard).__name__}")
         self._comm = Comm(group, weight_shard.device)
+        self._graph_name = groups.graph_name(self._comm.group)
         self._workspace = Workspace()
         self._calls = 0
         self._closed = False
@@ -288,8 +291,8 @@ class LMHead(nn.Module):
         many).
 
         Raises ValueError or TypeError before any collective; `lmhead.CollectiveError` where a
-        collective fails; RuntimeError in a capture that `warmup` has not prepared, or after
-        `close`.
+        collective fails; RuntimeError in a capture that `warmup` has not prepared, after `close`,
+        or where the head's group has been destroyed.
         """
         if torch.compiler.is_compiling():
             self._open()
@@ -421,6 +424,7 @@ class LMHead(nn.Module):
         if torch.compiler.is_compiling():
             raise RuntimeError("warmup cannot be compiled: call it before the compiled code runs")
         self._open()
+        self._comm.require()
         entries = [rows] if isinstance(rows, int) else list(rows)
         if not entries:
             raise ValueError("warmup needs at least one row count")
@@ -660,6 +664,7 @@ class LMHead(nn.Module):
     def _begin(self) -> bool:
         """Start an eager call; whether a graph is being captured."""
         self._open()
+        self._comm.require()
         capturing = ops.is_capturing(self.weight.device)
         if self._settled != self._form():
             if capturing:
@@ -793,6 +798,7 @@ class LMHead(nn.Module):
         if torch.compiler.is_compiling():
             return order.untraced(LMHead._share, self, parts, row_counts)
         self._open()
+        self._comm.require()
         if self._layout.plain:
             return list(parts)
         capturing = ops.is_capturing(self.weight.device)
@@ -882,7 +888,7 @@ class LMHead(nn.Module):
             self.weight,
             self.bias,
             self.vocab_size,
-            self._comm.name,
+            self._graph_name,
             ranks,
             float(self.scale),
             self.softcap,
@@ -923,7 +929,7 @@ class LMHead(nn.Module):
             )
         layout = self._layout.to_list()
         rows, _, _ = self._layout.traced(row_counts, 0, self._comm.rank)
-        name, ranks = self._comm.name, self.ranks
+        name, ranks = self._graph_name, self.ranks
         return torch.ops.lmhead.share(list(parts), rows, layout, list(row_counts), name, ranks)
 
     def _sample_compiled(
@@ -959,7 +965,7 @@ class LMHead(nn.Module):
             self.weight,
             self.bias,
             self.vocab_size,
-            self._comm.name,
+            self._graph_name,
             self.ranks,
             float(self.scale),
             self.softcap,

@@ -14,9 +14,10 @@ logits has a twin `<name>_out` that writes into `out` [B, V] instead, declares t
 returns nothing.
 
 The group is a NAME, resolved when the operator runs, so fakes are shape arithmetic and tracing
-works where no group exists.  The name stands in the graph: ranks whose groups have different names
-compile, and cache, each for itself.  Dispatch costs tens of microseconds, so eager callers do not
-come this way.
+works where no group exists.  A plain name means whichever group has it then; `LMHead` and
+`exchange` give one that means their own group alone (`lmhead.groups.graph_name`).  The name stands
+in the graph: ranks whose groups have different names compile, and cache, each for itself.  Dispatch
+costs tens of microseconds, so eager callers do not come this way.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from lmhead import comm as _comm
-from lmhead import reference, shapes
+from lmhead import groups, reference, shapes
 from lmhead.chooser import DEFAULTS, Chooser, Configs, Sizes
 from lmhead.comm import Call, Comm
 from lmhead.kernels import gemm as _gemm_kernels
@@ -649,7 +648,7 @@ def check_layout(layout: Layout, comm: Comm) -> None:
 
 def op_comm(group_name: str, ranks: int, device: torch.device) -> Comm:
     """The collectives of the group that an operator names."""
-    group = _comm.resolve(group_name)
+    group = groups.resolve(group_name)
     if group is None and ranks != 1:
         raise ValueError(f"{ranks} ranks need the name of their process group, got {group_name!r}")
     comm = Comm.local() if group is None else Comm(group, device)

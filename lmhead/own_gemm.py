@@ -19,7 +19,8 @@ from lmhead import (
     shapes,
     sharing,
 )
-from lmhead.comm import Call, Comm, identify
+from lmhead.comm import Call, Comm
+from lmhead.groups import identify
 from lmhead.order import untraced
 from lmhead.sampling import Form, Request, Sample
 from lmhead.shapes import Layout

@@ -3,6 +3,8 @@
 A buffer belongs to a purpose ("gathered", "partial", "received", ...), grows when a larger call
 comes, and never shrinks.  Two calls that run at the same time (on two streams) must not share a
 workspace.
+
+No buffer belongs to a process group: a workspace serves the next group as it served the last.
 """
 
 from __future__ import annotations

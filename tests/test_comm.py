@@ -16,7 +16,7 @@ from ranks import pool
 from torch.distributed.device_mesh import init_device_mesh
 
 import lmhead
-from lmhead import comm as comm_module
+from lmhead import groups as groups_module
 from lmhead import shapes
 from lmhead.comm import CHECK_BYTES, Call, Comm
 
@@ -35,7 +35,7 @@ def test_no_group_is_one_rank() -> None:
         comm.agree({"anything": 1}, None, CALL, CPU)
         with pytest.raises(KeyError, match="mine"):
             comm.agree({}, KeyError("mine"), CALL, CPU)
-    assert comm_module.resolve("") is None
+    assert groups_module.resolve("") is None
 
 
 @pytest.mark.parametrize("group", ["tp", 0, object()])
@@ -55,7 +55,7 @@ def _groups(rank: int, ranks: int) -> dict[str, Any]:
             comm.exchange(receive, send, None, None, CALL)
         assert all(moved.flat for moved in seen)
         found[name] = (comm.rank, comm.ranks, comm.backend, receive.tolist())
-        assert comm_module.resolve(comm.name) is comm.group
+        assert groups_module.resolve(comm.name) is comm.group
 
     tell("None", Comm())
     tell("WORLD", Comm(dist.group.WORLD, CPU))

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import groups
+from lmhead import arrivals, groups
+from lmhead.arrivals import Arrivals
 from lmhead.route import ALL_TO_ALL_BACKENDS
 from lmhead.shapes import BYTES_ONLY
 
@@ -105,6 +106,13 @@ class Comm:
         return self.backend in ALL_TO_ALL_BACKENDS
 
     @property
+    def raises(self) -> bool:
+        """Whether a collective that lacks a rank raises in Python, on gloo at once where the rank
+        is dead.  NCCL's ends by its watchdog, which names no rank.
+        """
+        return self.backend == "gloo"
+
+    @property
     def gathers_by_exchange(self) -> bool:
         """Whether hidden rows reach all ranks by ONE all-to-all of a copy per rank, and not by the
         true all-gather: on gloo only.
@@ -122,9 +130,14 @@ class Comm:
         """All-gather: `own` [n] of every rank -> `out` [N*n], in rank order.  Both flat and
         contiguous.
         """
+        self._gather(out, own, call)
+
+    def _gather(
+        self, out: torch.Tensor, own: torch.Tensor, call: Call, note: Arrivals | None = None
+    ) -> None:
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         out, own = _wire(out), _wire(own)
-        self._run("all_gather", call, lambda: collective(out, own, group=self.group))
+        self._run("all_gather", call, lambda: collective(out, own, group=self.group), note)
 
     def exchange(
         self,
@@ -165,11 +178,15 @@ class Comm:
         `fields` must be equal on all ranks; `error` is what this rank found wrong by itself, if
         anything.  The rank with the error raises it; the others raise ValueError naming that rank
         and its words.  Waits for the device, so it never runs in a capture.
+
+        Raises CollectiveError where a rank does not come, within the group's timeout; it names the
+        ranks that did not, and its `record` has them as "absent", if the group has a store.
         """
         if self.ranks == 1:
             if error is not None:
                 raise error
             return
+        note = self._note(call, device)
         said = dict(
             fields, error=None if error is None else f"{type(error).__name__}: {error}"[:2000]
         )
@@ -182,7 +199,7 @@ class Comm:
         own = torch.zeros(CHECK_BYTES, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = torch.empty(self.ranks * CHECK_BYTES, dtype=torch.uint8, device=device)
-        self.gather(everyone, own.to(device), call)
+        self._gather(everyone, own.to(device), call, note)
         answers = [
             json.loads(bytes(part.tolist()).rstrip(b"\0"))
             for part in everyone.cpu().view(self.ranks, CHECK_BYTES)
@@ -196,6 +213,23 @@ class Comm:
             if error is not None
             else ValueError(f"lmhead {call.op}, call {call.number}: {text}")
         )
+
+    def _note(self, call: Call, device: torch.device) -> Arrivals | None:
+        """Tell the other ranks that this one has come.  Where a collective that lacks a rank would
+        not raise here, wait for all of them first.
+        """
+        assert self.group is not None
+        waits = not self.raises
+        note = arrivals.note(self.group, self.backend, self.rank, self.ranks, device, waits=waits)
+        if waits and note is not None:
+            try:
+                why_not = note.wait()
+            except Exception:  # the store is gone: the collective tells
+                return None
+            if why_not:
+                text = f"it was not launched, as {why_not}"
+                raise self._failed("all_gather", call, text, note) from TimeoutError(why_not)
+        return note
 
     def share(self, data: bytes, call: Call, device: torch.device) -> bytes:
         """`data` of rank 0 on every rank.  Waits for the device, so it never runs in a capture."""
@@ -253,27 +287,43 @@ class Comm:
             **asdict(call),
         }
 
-    def _run(self, collective: str, call: Call, launch: Callable[[], object]) -> None:
+    def _run(
+        self,
+        collective: str,
+        call: Call,
+        launch: Callable[[], object],
+        note: Arrivals | None = None,
+    ) -> None:
         try:
             launch()
         except RuntimeError as error:
             text = (
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             )
-            message = (
-                f"lmhead {call.op}: {collective} failed on rank {self.rank} of {self.ranks} (group "
-                f"{self.name!r}, "
-                f"{self.backend}), call {call.number}, rows {list(call.rows)}, {call.columns} "
-                f"columns, {call.dtype}: "
-                f"{text}. A rank that died, raised, skipped this call, made another one first or "
-                "is still compiling "
-                "looks like this; where other collectives run beside the head, give it a group of "
-                "its own."
-            )
-            self.dump(call, message)
-            raise CollectiveError(
-                message, self.record(call) | {"collective": collective}
-            ) from error
+            raise self._failed(collective, call, text, note) from error
+
+    def _failed(
+        self, collective: str, call: Call, text: str, note: Arrivals | None
+    ) -> CollectiveError:
+        """The error of a collective, dumped; with the ranks that did not come, where notes say."""
+        known: dict[str, Any] = {"collective": collective}
+        if note is not None:
+            with contextlib.suppress(Exception):  # a store that is gone hides no error
+                known["absent"] = note.settled()
+                if known["absent"]:
+                    text += f"; {arrivals.words(known['absent'], note.seconds)}"
+        message = (
+            f"lmhead {call.op}: {collective} failed on rank {self.rank} of {self.ranks} (group "
+            f"{self.name!r}, "
+            f"{self.backend}), call {call.number}, rows {list(call.rows)}, {call.columns} "
+            f"columns, {call.dtype}: "
+            f"{text}. A rank that died, raised, skipped this call, made another one first or "
+            "is still compiling "
+            "looks like this; where other collectives run beside the head, give it a group of "
+            "its own."
+        )
+        self.dump(call, message)
+        return CollectiveError(message, self.record(call) | known)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from data_cases import caught, integers, same, shard_of, truth
+from data_cases import caught, checked_mode, integers, same, shard_of, truth
 from ranks import fresh, own_group
 
 import lmhead
@@ -30,6 +30,8 @@ def _decode(rank: int, ranks: int, folder: str, moment: str) -> dict[str, Any]:
     weight = integers(10, 8, seed=1, dtype=torch.bfloat16)
     head = lmhead.LMHead(shard_of(weight, ranks, rank), 10, group)
     counts = [2, 1, 3, 2]
+    checked_mode()
+    checked = lmhead.LMHead(shard_of(weight, ranks, rank), 10, own_group(timeout_s=TIMEOUT_S))
     hidden = integers(counts[rank], 8, seed=2 + rank, dtype=torch.bfloat16)
     head.warmup([counts])  # call 1
     plain = Comm.exchange
@@ -62,9 +64,10 @@ def _decode(rank: int, ranks: int, folder: str, moment: str) -> dict[str, Any]:
     assert f"group {group.group_name!r}" in found.text
     died = float((Path(folder) / "died").read_text())
     again = caught(lambda: head(hidden, counts))  # the group is gone for good, and says so
+    named = caught(lambda: checked(hidden, counts))
     head.close()
     dist.destroy_process_group(group)
-    return {"error": found, "steps": step, "after": noticed - died, "again": again}
+    return {"error": found, "steps": step, "after": noticed - died, "again": again, "named": named}
 
 
 # On gloo hidden rows (H = 8) and logits (S = 3) both move by an all-to-all: the columns tell which.
@@ -104,5 +107,8 @@ def test_dead_rank_ends_the_others_in_time(tmp_path: Path, moment: str, columns:
             "died",
         ):
             assert words in found.text
+        named = outcome.value["named"]  # a head that agrees on every call knows who is missing
+        assert named.error == "CollectiveError" and named.record["absent"] == [VICTIM]
+        assert f"rank {VICTIM} did not arrive within" in named.text
         assert outcome.value["again"].error == "CollectiveError"
         assert outcome.value["again"].seconds < TIMEOUT_S + LATE_S

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmhead import launch
+from lmhead import launch, paths
 from lmhead.bench import kernels_bench, methods, plots, report, results, suites
 from lmhead.bench.cases import DTYPES, MODELS, Case, Model
 from lmhead.bench.protocol import CADENCES, Settings
@@ -127,9 +126,9 @@ def _add_output(command: argparse.ArgumentParser) -> None:
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--csv", action="store_true", help="print comma-separated values")
-    command.add_argument("--plot", type=Path, metavar="DIR", help="draw pictures into DIR")
-    command.add_argument("--save", type=Path, metavar="FILE", help="write everything as JSON")
-    command.add_argument("--compare", type=Path, metavar="FILE", help="against a saved run")
+    command.add_argument("--plot", type=paths.path, metavar="DIR", help="draw pictures into DIR")
+    command.add_argument("--save", type=paths.path, metavar="FILE", help="write everything as JSON")
+    command.add_argument("--compare", type=paths.path, metavar="FILE", help="against a saved run")
     command.add_argument(
         "--fail-over",
         type=_percent,

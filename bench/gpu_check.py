@@ -42,7 +42,7 @@ if (ROOT / "pyproject.toml").is_file() and str(ROOT) not in sys.path:  # a check
 
 import torch  # noqa: E402
 
-from lmhead import measure, tables  # noqa: E402
+from lmhead import measure, paths, tables  # noqa: E402
 from lmhead.bench import gpu_report, gpu_sections  # noqa: E402
 from lmhead.bench.gpu_sections import COLLECTED, FULL, REHEARSAL  # noqa: E402
 from lmhead.bench.machine import said as _said  # noqa: E402
@@ -331,7 +331,7 @@ def _cores() -> int:
 
 
 def _default_path() -> Path:
-    return Path(os.environ.get("OUT") or ".") / "gpu-check.json"
+    return paths.path(os.environ.get("OUT") or ".") / "gpu-check.json"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -342,17 +342,20 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=SECONDS, help="for the whole (default %(default)s)"
     )
     parser.add_argument(
-        "--json", type=Path, default=None, help="where to write (gpu-check.json, under $OUT if set)"
+        "--json",
+        type=paths.path,
+        default=None,
+        help="where to write (gpu-check.json, under $OUT if set)",
     )
     parser.add_argument(
-        "--merge", type=Path, metavar="TABLE", help="add a written table to the shipped ones"
+        "--merge", type=paths.path, metavar="TABLE", help="add a written table to the shipped ones"
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny shapes in Triton's interpreter, on a CPU"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=paths.path, help=argparse.SUPPRESS)
     return parser
 
 

@@ -12,12 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmhead import demo, sampling, tables, tune
+from lmhead import demo, paths, sampling, tables, tune
 from lmhead.bench import command as bench_command
 from lmhead.bench import explain_command, inspection
 from lmhead.bench.cases import MODELS, RANKS, Model
@@ -217,7 +216,7 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--output",
-        type=Path,
+        type=paths.path,
         metavar="DIR",
         help="with --offline: write DIR/<device>.json instead of the user's table",
     )
@@ -341,7 +340,14 @@ def _tune_offline(arguments: argparse.Namespace, problems: Sequence[Problem]) ->
     if arguments.output is not None and not arguments.output.is_dir():
         raise ValueError(f"--output {arguments.output} is no directory")
     builds = Builds(tables.user_folder())
-    for device in _devices(arguments):
+    devices = _devices(arguments)
+    for device in devices:  # before minutes are spent on what could then not be kept
+        name = device.name.lower()
+        if arguments.output is None:
+            tables.save(tables.Table(name))
+        else:
+            tables.vacate(arguments.output / f"{name}.json", name)
+    for device in devices:
         with Progress(f"{device.name}: problems") as bar:
 
             def note(solved: int, total: int, compiled: int, bar: Progress = bar) -> None:
@@ -350,14 +356,13 @@ def _tune_offline(arguments: argparse.Namespace, problems: Sequence[Problem]) ->
             table = tune.offline(
                 device, problems, builds=builds, workers=arguments.jobs, progress=note
             )
-        path: Path | None
         if arguments.output is None:
-            path = tables.save_user(table)
+            path = tables.save(table)
         else:
             path = arguments.output / f"{table.device}.json"
             tables.write(path, table)
         print(f"{len(table)} of {len(problems)} entries, modelled, in {path}")
-        if path is None or len(table) < len(problems):
+        if len(table) < len(problems):
             return 1
     return 0
 

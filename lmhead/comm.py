@@ -14,14 +14,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lmhead import arrivals, groups
+from lmhead import arrivals, groups, paths
 from lmhead.arrivals import Arrivals
 from lmhead.route import ALL_TO_ALL_BACKENDS
 from lmhead.shapes import BYTES_ONLY
@@ -272,8 +271,8 @@ class Comm:
         if not folder:
             return
         record = self.record(call) | {"error": text, "ranks_said": answers}
-        path = Path(folder) / f"lmhead-rank{self.rank}-call{call.number}.json"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
+            path = paths.path(folder) / f"lmhead-rank{self.rank}-call{call.number}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=1))
 

@@ -7,6 +7,12 @@ machine and all timings, or `modelled`, with the terms of the model (`lmhead.est
 Lookup takes the user's measured entry, then the shipped measured one, the user's modelled one, the
 shipped modelled one, and where there is none the default of `lmhead.kernels.config`.  An entry
 whose config does not fit the device or the shape is passed over.
+
+A file that cannot be used as a table is never lost.  Tuning refuses, before it begins, what it
+cannot read (a directory, no permission) and what somebody else may be using (another format: a
+newer lmhead's; another device).  What no lmhead could read (an empty file, one cut short) is
+copied to a name that a warning gives, and a new table takes its place, so that a damaged cache
+stops nobody.
 """
 
 from __future__ import annotations
@@ -14,9 +20,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
+import shutil
+import stat
 import tempfile
 import time
 import warnings
@@ -25,6 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmhead import paths
 from lmhead.kernels.config import (
     Arch,
     GemmConfig,
@@ -50,6 +60,16 @@ ORIGINS = ("measured", "modelled")
 # A file system that several machines share answers a rename or a read with these now and then.
 ATTEMPTS = 5
 PAUSE_S = 0.05
+# What asking again does not change.
+LASTING = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.EINVAL, errno.ELOOP)
+
+
+class NotOurs(ValueError):
+    """A whole table, but of another format or of another device."""
+
+
+class NotReplaced(OSError):
+    """A file that stands where a table is to be written, and that is left as it is."""
 
 
 @dataclass(frozen=True, order=True)
@@ -169,14 +189,18 @@ def look_up(
 
 
 def user_folder() -> Path:
-    """Where a user's tables are: LMHEAD_CONFIGS, or lmhead in the XDG cache directory.
-    FileNotFoundError where there is neither, nor a home.
+    """Where a user's tables are: LMHEAD_CONFIGS, or lmhead in the XDG cache directory; a leading ~
+    is the home directory.  FileNotFoundError where there is neither, nor a home; ValueError where
+    the home that is named is not known.
     """
     asked = os.environ.get("LMHEAD_CONFIGS")
     if asked:
-        return Path(asked)
+        return paths.path(asked)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if cache:
+        return paths.path(cache) / "lmhead"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmhead"
+        return Path.home() / ".cache" / "lmhead"
     except RuntimeError as error:  # a user without a home, as containers have them
         raise FileNotFoundError(f"{error} Set LMHEAD_CONFIGS to a folder") from error
 
@@ -184,72 +208,170 @@ def user_folder() -> Path:
 def load_shipped(device: str) -> Table | None:
     """The table that the package brings for a device ("b200"), or None."""
     path = SHIPPED / f"{device}.json"
-    return parse(path.read_text(), device) if path.is_file() else None
+    return parse(path.read_text(encoding="utf-8"), device) if path.is_file() else None
 
 
 def load_user(device: str) -> Table | None:
     """The user's table, or None where there is none.  A file that cannot be read or understood is
     one warning, and as good as none: a broken cache must not take a server down.
     """
-    name = f"{device}.json"
+    path = Path(f"{device}.json")
     try:
-        path = user_folder() / name
-        text = _patiently(lambda: _read(path))
+        path = user_folder() / path
+        text = _patiently(lambda: _read(_target(path)))
         return None if text is None else parse(text, device)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        kept = isinstance(error, OSError | NotOurs)
+        then = "leaves it alone" if kept else "keeps a copy of it and writes a new one"
         warnings.warn(
             f"lmhead: the table of tuned configs {path} is not used ({error}); `lmhead tune` "
-            "writes a new one",
+            f"{then}",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
 
 
-def save_user(table: Table) -> Path | None:
-    """Add a table's entries to the user's file and return its path; None, after one warning, where
-    it cannot be written.
+def save(table: Table) -> Path:
+    """Add a table's entries to the user's file and return its path.  An empty table creates the
+    file, or finds out that it could not be.
 
     Whoever reads sees the old file or the new one, never half of one (written beside it, then
     renamed); two that save at the same time both end up in the file (one lock, and what is there is
-    read again under it).
+    read again under it).  A symbolic link stays one: the file that it leads to is replaced.
+
+    NotReplaced, which is an OSError, for a file that is not ours to replace (see `vacate`), OSError
+    where the file system refuses, ValueError for LMHEAD_CONFIGS under an unknown home.
     """
 
-    def save() -> Path:
+    def attempt() -> Path:
         path = user_folder() / f"{table.device}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is broken is replaced
-                there = load_user(table.device)
+        with _locked(_target(path)):
+            there = _vacate(path, table.device)
             write(path, table if there is None else there.merged(table))
         return path
 
+    return _patiently(attempt)
+
+
+def save_user(table: Table) -> Path | None:
+    """`save`, for results that go on without a file: None, after one warning, where it cannot be
+    written.
+    """
     try:
-        return _patiently(save)
-    except OSError as error:
+        return save(table)
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"lmhead: tuned configs could not be written ({error})", RuntimeWarning, stacklevel=2
         )
         return None
 
 
+def vacate(path: Path, device: str) -> Table | None:
+    """Make sure that writing a table of `device` to `path` loses nothing but the table that is
+    returned, which is what the file holds; None where there is no file.
+
+    NotReplaced for what cannot be read (a directory, a device, no permission) and for a table of
+    another format or device, which somebody may be using.  Anything else that is no table is copied
+    to `<name>.unreadable` (or `-2`, ...) beside it, and a warning names the copy.
+    """
+    return _patiently(lambda: _vacate(path, device))
+
+
+def _vacate(path: Path, device: str) -> Table | None:
+    try:
+        text = _read(_target(path))
+        return None if text is None else parse(text, device)
+    except NotOurs as error:
+        raise _refusal(path, error) from error
+    except OSError as error:
+        if error.errno in LASTING:
+            raise _refusal(path, error) from error
+        raise
+    except ValueError as error:
+        kept = _copy(_target(path))
+        warnings.warn(
+            f"lmhead: {path} is no table of tuned configs ({error}): it is kept as {kept}, and a "
+            "new table takes its place",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return None
+
+
+def _refusal(path: Path, error: Exception) -> NotReplaced:
+    return NotReplaced(
+        f"{path} is not replaced ({error}): move it away, or set LMHEAD_CONFIGS to another folder"
+    )
+
+
+def _copy(path: Path) -> Path:
+    """A copy of a file beside it, under a name that was free or that has the same content."""
+    content = path.read_bytes()
+    for number in itertools.count(1):
+        copy = path.with_name(f"{path.name}.unreadable" + (f"-{number}" if number > 1 else ""))
+        try:
+            with copy.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            if copy.is_file() and copy.read_bytes() == content:
+                return copy
+            continue
+        shutil.copymode(path, copy)
+        _sync_folder(path.parent)
+        return copy
+    raise AssertionError("unreachable")
+
+
 def write(path: Path, table: Table) -> None:
-    """Write a table so that a reader never sees half of it."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
+    """Write a table so that a reader never sees half of it, and that a power failure leaves the old
+    file or the new one.  What is there is replaced (`vacate` says whether it may be); a symbolic
+    link stays, and the file that it leads to is replaced.
+    """
+    path = _target(path)
+    mode = 0o644
+    with contextlib.suppress(FileNotFoundError):
+        there = os.stat(path).st_mode
+        if stat.S_ISDIR(there):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(there):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        mode = stat.S_IMODE(there)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(dump(table))
-        os.chmod(name, 0o644)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a new name in a folder outlive a power failure, where the file system can say so."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _target(path: Path) -> Path:
+    """The file that a path leads to, through symbolic links; it need not exist."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -266,9 +388,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file, None where there is none."""
+    """The text of a file, None where there is none.  OSError of a kind in LASTING for what is no
+    file: a pipe or a device would be waited for.
+    """
     try:
-        return path.read_text()
+        if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         # What a shared file system may say of a file that was renamed into place just now.
         if path.parent.is_dir() and path.name in os.listdir(path.parent):
@@ -281,10 +407,10 @@ def _patiently(action: Callable[[], Result]) -> Result:
     for attempt in range(ATTEMPTS):
         try:
             return action()
-        except (IsADirectoryError, PermissionError, UnicodeError):
+        except NotReplaced:
             raise
-        except OSError:
-            if attempt == ATTEMPTS - 1:
+        except OSError as error:
+            if error.errno in LASTING or attempt == ATTEMPTS - 1:
                 raise
             time.sleep(PAUSE_S)
     raise AssertionError("unreachable")
@@ -327,12 +453,14 @@ def dump(table: Table) -> str:
 
 
 def parse(text: str, device: str | None = None) -> Table:
-    """The inverse of `dump`.  ValueError for anything that is not a table (of `device`)."""
+    """The inverse of `dump`.  ValueError for anything that is not a table (of `device`), and of
+    that NotOurs for a table of another format or device.
+    """
     try:
         found = json.loads(text)
         device = found["device"] if device is None else device
         if found["format"] != FORMAT or found["device"] != device:
-            raise ValueError(
+            raise NotOurs(
                 f"format {FORMAT} for {device!r} expected, got {found['format']!r} for "
                 f"{found['device']!r}"
             )

@@ -29,7 +29,9 @@ def tune_ranks(
     if not under_torchrun():
         device = torch.device("cuda", torch.cuda.current_device())
         require_a_place(device)
-        return measure.tune_device(problems, device, again=again, progress=progress)
+        table = measure.tune_device(problems, device, again=again, progress=progress)
+        tables.save(table)
+        return table
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     # The others wait as long as it takes.
     dist.init_process_group("gloo", timeout=datetime.timedelta(days=1))
@@ -40,9 +42,17 @@ def tune_ranks(
 
 
 def require_a_place(device: torch.device) -> None:
-    """OSError where the user's table cannot be written; a measurement takes long."""
-    if tables.save_user(Table(slug(device))) is None:
-        raise OSError(f"{tables.user_folder()} cannot be written: set LMHEAD_CONFIGS to a folder")
+    """OSError where the user's table cannot be written or is not ours to replace; a measurement
+    takes long.
+    """
+    try:
+        tables.save(Table(slug(device)))
+    except tables.NotReplaced:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{tables.user_folder()} cannot be written ({error}): set LMHEAD_CONFIGS to a folder"
+        ) from error
 
 
 def decide(
@@ -70,6 +80,8 @@ def decide(
     if not said.startswith("{"):
         raise ValueError(f"rank 0 could not tune: {said}")
     found = tables.parse(said)
-    if comm.rank != 0:  # which may be another machine; on rank 0's it changes nothing
+    if comm.rank == 0:  # entry by entry it is kept already, unless the folder failed meanwhile
+        tables.save(found)
+    else:  # which may be another machine; on rank 0's it changes nothing
         tables.save_user(found)
     return found

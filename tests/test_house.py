@@ -32,12 +32,13 @@ ALLOWED = {
     "arrivals": set(),
     "route": {"shapes"},
     "policy": {"route", "shapes"},
-    "comm": {"arrivals", "groups", "route", "shapes"},
+    "comm": {"arrivals", "groups", "paths", "route", "shapes"},
     "codegen": {"kernels"},
     "devices": {"kernels"},
     "estimate": {"devices", "kernels"},
-    "tables": {"kernels"},
+    "tables": {"kernels", "paths"},
     "progress": set(),
+    "paths": set(),
     "tune": {"codegen", "devices", "estimate", "kernels", "shapes", "tables"},
     "measure": {"compare", "devices", "kernels", "reference", "tables", "tune"},
     "tune_ranks": {"comm", "devices", "launch", "measure", "tables", "tune"},
@@ -70,7 +71,7 @@ ALLOWED = {
     },
     "cli": {
         *("bench", "comm", "demo", "devices", "head", "kernels", "launch"),
-        *("progress", "sampling", "tables", "tune", "tune_ranks"),
+        *("paths", "progress", "sampling", "tables", "tune", "tune_ranks"),
     },
 }
 RUNTIME = {"torch", "triton", "lmhead"}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +67,7 @@ class Chooser:
         self._mode = "graph" if device.type == "cuda" else "eager"
         self._shipped = _shipped(self._name)
         self._user: Table | None = None
+        self._told = ""  # the other versions that a warning has named
         self._known: dict[tuple[Sizes, int, int, int], dict[str, Choice]] = {}
 
     def agree(self, comm: Comm, sizes: Sizes, call: Call, device: torch.device) -> bool:
@@ -81,6 +84,7 @@ class Chooser:
         if comm.rank == 0:
             try:
                 both = tables.load_user(self._name), _shipped(self._name)
+                self._compare_versions(both[0], wanted)
                 said["tables"] = [
                     tables.dump(tables.select(table, wanted, self._name)) for table in both
                 ]
@@ -100,6 +104,23 @@ class Chooser:
             return False
         self._known.clear()
         return True
+
+    def _compare_versions(self, user: Table | None, wanted: Sequence[Key]) -> None:
+        """One warning for a user's entries that were tuned under other releases than run here.  (A
+        package's table is what the package was made with; the user's can be tuned again.)
+        """
+        there = tables.other_versions(user, wanted)
+        if not there or there == self._told:
+            return
+        self._told = there
+        here = " and ".join(f"{name} {version}" for name, version in tables.versions().items())
+        warnings.warn(
+            f"lmhead: {tables.user_folder() / self._name}.json has configs for this head that were "
+            f"tuned under {there}; this is {here}. They are used; `lmhead tune` finds what is best "
+            "now",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def choices(self, rows: Rows, sizes: Sizes, kept: int | None = None) -> dict[str, Choice]:
         """The choices for a call by kernel: "gemm" where the head multiplies, and where there are

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import triton
 
 from lmhead import compare, reference, tables, tune
 from lmhead.devices import DEVICES, Device, arch_of, of_arch, slug
@@ -107,7 +106,7 @@ def host_clock(sets: int, *, seconds: Callable[[], float] = time.perf_counter) -
 def machine(device: torch.device) -> dict[str, str]:
     """What a measurement was made with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    return {"device": name} | tables.versions()
 
 
 class _Gemm:

@@ -2,7 +2,8 @@
 
 There is one JSON file per GPU model.  The package ships some (`lmhead/configs/`), and a user has
 one of their own, which `lmhead tune` writes.  Every entry says whether it was `measured`, with the
-machine and all timings, or `modelled`, with the terms of the model (`lmhead.estimate`).
+machine and all timings, or `modelled`, with the terms of the model (`lmhead.estimate`), and the
+versions of torch and Triton that it was tuned under.
 
 Lookup takes the user's measured entry, then the shipped measured one, the user's modelled one, the
 shipped modelled one, and where there is none the default of `lmhead.kernels.config`.  An entry
@@ -24,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -33,6 +35,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
+import triton
 
 from lmhead import paths
 from lmhead.kernels.config import (
@@ -512,3 +517,38 @@ def select(table: Table | None, wanted: Iterable[Key], device: str) -> Table:
             for entry in entries.values():
                 found.add(key, Entry(entry.config, entry.origin, entry.us))
     return found
+
+
+# Versions.
+
+
+def versions() -> dict[str, str]:
+    """What an entry keeps of the software that it was tuned under."""
+    return {"torch": torch.__version__, "triton": triton.__version__}
+
+
+def other_versions(table: Table | None, wanted: Iterable[Key]) -> str:
+    """Which releases of torch and Triton, other than those that run here, the best entries for the
+    shapes in `wanted` were tuned under, in words; "" for none.
+
+    A release is major.minor: code generation changes between Triton 3.6 and 3.8, and cuBLAS with
+    torch's releases, while 2.13.0, 2.13.1 and 2.13.0+cu128 hold the same kernels.  An entry that
+    names no versions says nothing.
+    """
+    here = {name: _release(version) for name, version in versions().items()}
+    shapes = {replace(key, rows=0) for key in wanted}
+    found = set()
+    for key, entries in ({} if table is None else table.entries).items():
+        if replace(key, rows=0) not in shapes:
+            continue
+        entry = next(entries[origin] for origin in ORIGINS if origin in entries)
+        there = {name: _release(entry.details.get(name)) for name in here}
+        if any(release not in ("", here[name]) for name, release in there.items()):
+            found.add(" and ".join(f"{name} {there[name]}" for name in here if there[name]))
+    return ", ".join(sorted(found))
+
+
+def _release(version: object) -> str:
+    """major.minor of a version; "" for what is none, since it may come from a file."""
+    match = re.match(r"\d+\.\d+", version) if isinstance(version, str) else None
+    return match[0] if match else ""

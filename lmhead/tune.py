@@ -439,6 +439,7 @@ class _Search:
             "terms": self.best.estimate.terms,
             "registers": compiled.registers,
             "rejected": self.rejected,
+            **tables.versions(),
         }
         return Entry(self.best.config, "modelled", self.best.estimate.us, details)
 

@@ -20,12 +20,15 @@ from unittest import mock
 
 import pytest
 import torch
-from data_tune import BULK, COPY, CPU, POINTER, said, table
+from data_head import shard_of, whole
+from data_tune import BULK, COPY, CPU, HIDDEN, POINTER, VOCAB, ToldClock, said, table
 
+import lmhead
 from lmhead import cli, measure, paths, tables, tune, tune_ranks
 from lmhead.bench import gpu_check
 from lmhead.comm import Call, Comm
-from lmhead.tables import NotReplaced, Table
+from lmhead.kernels.config import GemmShape
+from lmhead.tables import Entry, NotReplaced, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = table(2, gemm=POINTER)
@@ -406,3 +409,70 @@ def test_the_home_is_expanded_in_every_option_that_takes_a_path(home: Path) -> N
         cli._parser().parse_args(["bench", "head", "--save=~nobody-of-that-name/x"])
     for file in [*(ROOT / "lmhead").glob("*.py"), *(ROOT / "bench").glob("*.py")]:
         assert not re.search(r"type=(\w+\.)?Path\b|\bPath\((os\.)?environ", file.read_text()), file
+
+
+# Versions.
+
+KEY = tables.gemm_key(GemmShape(2, VOCAB, HIDDEN, 2), "eager")
+HERE = tables.versions()
+
+
+def tuned_under(**versions: object) -> Table:
+    found = Table("cpu")
+    found.add(KEY, Entry(BULK, "measured", 1.0, versions))
+    return found
+
+
+def test_a_release_is_major_and_minor() -> None:
+    releases = {name: ".".join(version.split(".")[:2]) for name, version in HERE.items()}
+    same = {name: f"{release}.99+cu999" for name, release in releases.items()}
+    for versions in ({}, HERE, releases, same, {"torch": None, "triton": 3.6}, {"torch": "main"}):
+        assert tables.other_versions(tuned_under(**versions), [KEY]) == ""
+    for versions, words in (
+        (HERE | {"torch": "1.13.1+cu117"}, f"torch 1.13 and triton {releases['triton']}"),
+        (HERE | {"triton": "2.1.0"}, f"torch {releases['torch']} and triton 2.1"),
+        ({"triton": "2.1.0"}, "triton 2.1"),
+    ):
+        assert tables.other_versions(tuned_under(**versions), [KEY]) == words
+    assert tables.other_versions(None, [KEY]) == ""
+    # Another head's entries do not matter, nor does one that a better one hides.
+    old = tuned_under(torch="1.13.1")
+    assert tables.other_versions(old, [replace(KEY, shard=7)]) == ""
+    assert tables.other_versions(old, [replace(KEY, rows=1024)]) == "torch 1.13"
+    hidden = tuned_under(**HERE)
+    hidden.add(KEY, Entry(BULK, "modelled", 1.0, {"torch": "1.13.1"}))
+    assert tables.other_versions(hidden, [KEY]) == ""
+
+
+def test_every_entry_that_is_tuned_names_its_versions() -> None:
+    problem = tune.gemm_problem(GemmShape(2, VOCAB, HIDDEN, 2))
+    clock = ToldClock({BULK: 1.0})
+    measured = measure.measure(problem, CPU, clock=clock, configs=[BULK], rounds=1, sets=1)
+    moved = tune.reassemble_problem(2, 2, 24, 2)
+    modelled = tune.offline(
+        cli.DEVICES["b200"],
+        [moved],
+        builds=tune.Builds(None),
+        workers=0,
+        compile_one=lambda build: tune.Compiled(()),
+    )
+    assert measured is not None
+    for entry in (measured, modelled.entries[moved.key]["modelled"]):
+        assert {name: entry.details[name] for name in HERE} == HERE
+
+
+def test_a_warm_up_says_once_that_a_table_is_of_other_versions(path: Path) -> None:
+    weight = whole(VOCAB, HIDDEN, seed=1, dtype=torch.bfloat16)
+    tables.write(path, tuned_under(torch="1.13.1", triton="2.1.0"))
+    head = lmhead.LMHead(shard_of(weight, 1, 0), VOCAB, kernels="triton")
+    with pytest.warns(RuntimeWarning) as caught:
+        report = head.warmup(rows=2)
+        head.warmup(rows=2)
+    (text,) = said(caught)
+    assert str(path) in text and "tuned under torch 1.13 and triton 2.1" in text
+    assert f"torch {HERE['torch']} and triton {HERE['triton']}" in text and "lmhead tune" in text
+    assert report.configs[(2,)]["gemm"].config == BULK  # which is used all the same
+    tables.write(path, tuned_under(**HERE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        lmhead.LMHead(shard_of(weight, 1, 0), VOCAB, kernels="triton").warmup(rows=2)

@@ -93,14 +93,19 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "--tokens",
         type=_positive,
         default=32,
-        help="tokens to decode per row (default %(default)s)",
+        help="tokens to decode per row at most (default %(default)s)",
     )
     show.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="a prompt; may be given several times (default: eight built-in ones)",
+        help="what the model is asked; may be given several times (default: eight questions)",
+    )
+    show.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompts as plain text, without the model's chat template",
     )
     show.add_argument(
         "--tp-size",
@@ -299,6 +304,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         seed=arguments.seed or 0,
         tp_size=arguments.tp_size,
         dp_size=arguments.dp_size,
+        raw=arguments.raw,
     )
     report = demo.run(options)
     if report is None:  # another rank of torchrun prints

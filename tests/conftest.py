@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Nobody's own table of tuned configs decides what is tested: a folder that does not exist.
     os.environ["LMHEAD_CONFIGS"] = os.path.join(os.sep, "nonexistent", "lmhead")
-    if config.option.everything:
-        os.environ["LMHEAD_TEST_EVERYTHING"] = "1"
+    if config.option.slow or config.option.everything:
+        os.environ["LMHEAD_TEST_SLOW"] = "1"
     if config.option.library:
         os.environ["LMHEAD_TEST_LIBRARY"] = config.option.library
     # cuBLAS refuses to run without it where algorithms are to be deterministic, as they are below.
@@ -93,6 +93,7 @@ def compiled(compiler: concurrent.futures.Executor) -> compiling.Compiling:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="slow tests too")
     parser.addoption(
         "--everything",
         action="store_true",
@@ -108,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow cases, and leave them out unless everything is asked for, a marker expression
+    """Mark slow cases, and leave them out unless an option asks for them, a marker expression
     speaks of them, or tests are named one by one.
     """
     lines = (TESTS / "slow_cases.txt").read_text().splitlines()
@@ -124,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if whole and [Path(path).resolve() for path in config.args] == [TESTS] and unseen:
         raise pytest.UsageError(f"slow_cases.txt names no test by {sorted(unseen)}")
     named = "slow" in config.option.markexpr or any("::" in path for path in config.args)
-    if config.option.everything or named:
+    if config.option.slow or config.option.everything or named:
         return
     left_out = [item for item in items if item.get_closest_marker("slow")]
     if left_out:

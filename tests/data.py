@@ -20,12 +20,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Whatever a kernel leaves of this pattern it has not written; what a border loses of it was written
 # by mistake.
 CANARY = 0x5A
-# Set by the option --everything.
-EVERYTHING = "LMHEAD_TEST_EVERYTHING"
+# Set by the options --slow and --everything.
+SLOW = "LMHEAD_TEST_SLOW"
 
 
 def quick(examples: int) -> settings:
-    """Property tests of kernels: `examples` under --everything, a third of them in a quick run; no
+    """Property tests of kernels: `examples` with the slow tests, a third of them in a quick run; no
     deadline, since the interpreter's first call is slow.
 
     Imported here: the tests for a GPU need no hypothesis.
@@ -33,7 +33,7 @@ def quick(examples: int) -> settings:
     from hypothesis import HealthCheck, settings
 
     return settings(
-        max_examples=examples if os.environ.get(EVERYTHING) else -(-examples // 3),
+        max_examples=examples if os.environ.get(SLOW) else -(-examples // 3),
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Read by the rank processes, which inherit the environment.
 VARIABLE = "LMHEAD_TEST_LIBRARY"
-NAMES = ("splitting",)
 
 LONG_SUM = 1000
 
@@ -63,11 +63,14 @@ def splitting(
     ) -> torch.Tensor:
         if not replaced(a, b):
             return mm(a, b) if out is None else mm(a, b, out=out)
-        found = product(a.detach(), b.detach())
-        return found if out is None else out.copy_(found)
+        if out is None:
+            out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        with _disable_current_modes():  # tests that count allocations see the result's alone
+            out.detach().copy_(product(a.detach(), b.detach()))
+        return out
 
     def other_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return product(a.detach(), b.detach()) if replaced(a, b) else matmul(a, b)
+        return other_mm(a, b) if replaced(a, b) else matmul(a, b)
 
     with (
         mock.patch.object(torch, "mm", other_mm),
@@ -84,3 +87,5 @@ def asked() -> contextlib.AbstractContextManager[None]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+with _disable_current_modes():  # which imports a module when it is first used
+    pass

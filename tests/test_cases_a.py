@@ -310,9 +310,9 @@ def _job_a6(rank: int, ranks: int) -> tuple[Caught, Caught, list[str]]:
     launched: list[str] = []
     plain = Comm._run
 
-    def watch(self: Comm, collective: str, call: Call, launch: Any) -> None:
+    def watch(self: Comm, collective: str, call: Call, *rest: Any) -> None:
         launched.append(f"{call.op}: {collective}")
-        plain(self, collective, call, launch)
+        plain(self, collective, call, *rest)
 
     with mock.patch.object(Comm, "_run", watch):
         rows = (8, 4)[rank]

@@ -162,6 +162,23 @@ def test_a_transformers_model_takes_the_recipe() -> None:
     assert torch.equal(names["tokens"], alone) and tied(model)
 
 
+def test_the_first_screen_says_what_has_run_where() -> None:
+    """And the rest of the text does not say more."""
+    text = (ROOT / "README.md").read_text()
+    screen = text.splitlines()[:30]
+    rows = [line.split("|")[1:3] for line in screen if line.startswith("| ")][1:]
+    assert len(rows) == 4
+    for words, yes in (
+        (("CPU", "gloo"), True),
+        (("interpreter",), True),
+        (("machine code", "sm_90", "sm_100"), True),
+        (("GPU", "NCCL"), False),
+    ):
+        ((_, said),) = [row for row in rows if all(word in row[0] for word in words)]
+        assert ("yes" in said) == yes and ("not yet" in said) != yes
+    assert "No GPU time has been measured yet" in text
+
+
 def test_make_targets_exist() -> None:
     text = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, flags=re.MULTILINE))

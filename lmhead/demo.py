@@ -51,7 +51,7 @@ QUESTIONS = (
     "Name the three primary colors.",
     "How do I make a cup of tea?",
     "Write a haiku about the sea.",
-    "What do bees make?",
+    "What is the largest ocean on Earth?",
     "Tell me a story about a small village.",
 )
 # Beginnings of sentences, with `raw`.

@@ -5,7 +5,9 @@ GPU or a compiler.
 from __future__ import annotations
 
 import concurrent.futures
+import getpass
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):
         # Workers have the cores among them: one's threads would wait for those of the others.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Inductor's cache does not tell instruction sets apart: it would hand out AVX2's code here.
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     # Nobody's own table of tuned configs decides what is tested: a folder that does not exist.
     os.environ["LMHEAD_CONFIGS"] = os.path.join(os.sep, "nonexistent", "lmhead")
     if config.option.slow or config.option.everything:

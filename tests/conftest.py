@@ -5,7 +5,6 @@ GPU or a compiler.
 from __future__ import annotations
 
 import concurrent.futures
-import getpass
 import os
 import tempfile
 from collections.abc import Iterator
@@ -28,8 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
         # Inductor's cache does not tell instruction sets apart: it would hand out AVX2's code here.
-        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        cache = f"torchinductor_{os.getuid()}_{capability}"
+        path = os.path.join(tempfile.gettempdir(), cache)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", path)
     # Nobody's own table of tuned configs decides what is tested: a folder that does not exist.
     os.environ["LMHEAD_CONFIGS"] = os.path.join(os.sep, "nonexistent", "lmhead")
     if config.option.slow or config.option.everything:

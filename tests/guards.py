@@ -8,6 +8,7 @@ import contextlib
 import gc
 import inspect
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -98,7 +99,14 @@ class Living(TorchDispatchMode):
         self.made.extend(weakref.ref(leaf) for leaf in leaves)
         return result
 
-    def bytes(self) -> int:
+    def bytes(self, expected: int) -> int:
+        """Waits for `expected` bytes, as gloo's thread lets go a moment after a call returns."""
+        deadline = time.monotonic() + 10
+        while (found := self._bytes()) != expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
+
+    def _bytes(self) -> int:
         gc.collect()
         alive = [tensor for ref in self.made if (tensor := ref()) is not None]
         storages = {tensor.untyped_storage() for tensor in alive}

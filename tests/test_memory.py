@@ -37,7 +37,8 @@ def _held(rank: int, ranks: int, kernels: str) -> list[str]:
         )
         with Living() as living:
             report = head.warmup(wanted)
-        reported, really = sum(report.workspace_bytes.values()), living.bytes()
+        reported = sum(report.workspace_bytes.values())
+        really = living.bytes(reported)
         if reported != really or (ranks > 1 and not really):
             wrong.append(
                 f"V={vocab} {rows}: {report.workspace_bytes} reported, {really} bytes live"
@@ -47,8 +48,8 @@ def _held(rank: int, ranks: int, kernels: str) -> list[str]:
                 own = entry if isinstance(entry, int) else entry[rank]
                 given = None if isinstance(entry, int) else entry
                 head(whole(own, hidden, seed=3), given)
-        if later.bytes() or head._workspace.bytes() != report.workspace_bytes:
-            wrong.append(f"V={vocab} {rows}: {later.bytes()} bytes outlive warmed calls")
+        if later.bytes(0) or head._workspace.bytes() != report.workspace_bytes:
+            wrong.append(f"V={vocab} {rows}: {later.bytes(0)} bytes outlive warmed calls")
         if report.communicator_bytes is not None or report.kernel_bytes is not None:
             wrong.append(f"{report}: measured on a CPU?")
     return wrong
